@@ -72,9 +72,10 @@ class MixtureDataModule(PackedTextDataModule):
         super().__init__(tokenizer, **kwargs)
         if self.influence:
             raise ValueError("A mixture does not support stored token weights: remove `influence`.")
-        if weights is not None and (other := sorted(set(weights) ^ set(sources))):
+        unmatched = set() if weights is None else set(weights) ^ set(sources)
+        if unmatched:
             raise ValueError(
-                f"`weights` and `sources` must name the same sources, but {other} are only in one of them."
+                f"`weights` and `sources` must name the same sources, but {sorted(unmatched)} are only in one of them."
             )
         unknown = set(evaluate_on or ()) - set(sources)
         if unknown:
@@ -119,10 +120,13 @@ class MixtureDataModule(PackedTextDataModule):
     @override
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            rows = {name: module.training_rows() for name, module in self.modules.items()}
-            self.mixed_rows = {name: each for name, each in rows.items() if each is not None}
-            for number, each in enumerate(self.mixed_rows.values()):
-                each.pose_seed = (int(self.seed), number)  # so that two sources have different skips
+            self.mixed_rows = {}
+            for name, module in self.modules.items():
+                rows = module.training_rows()
+                if rows is not None:
+                    number = len(self.mixed_rows)
+                    rows.pose_seed = (int(self.seed), number)  # so that two sources have different skips
+                    self.mixed_rows[name] = rows
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._join_documents("validation")
         if stage in ("test", "predict"):

@@ -175,14 +175,8 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and (rows := self.training_rows()) is not None:
-            documents = len(rows.store.document_boundaries) - 1
-            of_corpus = "" if self.train_documents is None else "the first "  # the others may be missed
-            rank_zero_info(f"Packed {of_corpus}{documents:,} documents ({self.packing}) into {rows.rows}.")
-            if self.influence:
-                rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
-            self.warn_of_repetition(len(rows), self._needed_sequences())
-            self.rows = rows
+        if stage == "fit":
+            self._set_up_training()
         if stage in ("fit", "validate"):
             self.validation = self._read_sets() or self._read_documents("validation")
         if stage == "predict" and self.tokenizer_name is None:
@@ -190,6 +184,18 @@ class PackedTextDataModule(LightningDataModule, ABC):
         if stage in ("test", "predict"):
             # Stored log-likelihoods are those of all tokens: an unscored one of 0 would look certain.
             self.test = self._read_documents("test", prompts=stage == "predict")
+
+    def _set_up_training(self) -> None:
+        rows = self.training_rows()
+        if rows is None:
+            return
+        documents = len(rows.store.document_boundaries) - 1
+        of_corpus = "" if self.train_documents is None else "the first "  # the others may be missed
+        rank_zero_info(f"Packed {of_corpus}{documents:,} documents ({self.packing}) into {rows.rows}.")
+        if self.influence:
+            rows.influence = InfluenceStore(Path(self.influence).expanduser()).check(rows.identity())
+        self.warn_of_repetition(len(rows), self._needed_sequences())
+        self.rows = rows
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -207,7 +213,9 @@ class PackedTextDataModule(LightningDataModule, ABC):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"switch": self._switch} if self.curriculum else {}
+        if not self.curriculum:
+            return {}
+        return {"switch": self._switch}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,9 +283,10 @@ class PackedTextDataModule(LightningDataModule, ABC):
     ) -> str:
         """Describe training sequences, by default the first `count`; see `datamodules.packing.preview`."""
         dataset = self.existing_rows()
-        numbers = range(min(count, len(dataset))) if rows is None else rows
+        if rows is None:
+            rows = range(min(count, len(dataset)))
         documents = self._training_source() if names else None
-        return preview(dataset, self.tokenizer, packing=self.packing, numbers=numbers, width=width, documents=documents)
+        return preview(dataset, self.tokenizer, packing=self.packing, numbers=rows, width=width, documents=documents)
 
     def influence_rows(self, made_from: dict[str, Any], folder: str | None = None) -> InfluenceRows:
         """Return the data module of ``longce influence``, which stores values in `folder` or `influence`.
@@ -288,18 +297,22 @@ class PackedTextDataModule(LightningDataModule, ABC):
             raise ValueError("Token weights are stored once per token: remove `long_documents`, which repeats tokens.")
         if self.pose:
             raise ValueError("Token weights are stored for contexts without skipped positions: remove `pose`.")
-        return InfluenceRows(self, made_from, Path(place).expanduser() if (place := folder or self.influence) else None)
+        place = folder or self.influence
+        return InfluenceRows(self, made_from, Path(place).expanduser() if place else None)
 
     @property
     def stored_influence(self) -> dict[str, Any] | None:
         """Everything that the stored values of ``longce influence`` depend on; None without stored values."""
-        stored = None if self.rows is None else self.rows.influence
-        return None if stored is None else stored.header["made_from"]
+        if self.rows is None or self.rows.influence is None:
+            return None
+        return self.rows.influence.header["made_from"]
 
     @property
     def largest_token(self) -> int | None:
         """Largest token id of the training sequences, which must be in the model's vocabulary; None without any."""
-        return None if self.rows is None else self.rows.store.manifest["largest_token"]
+        if self.rows is None:
+            return None
+        return self.rows.store.manifest["largest_token"]
 
     def check_trainer(self) -> None:
         """Raise a ``ValueError`` if the curriculum needs the number of steps and the trainer has no limit."""
@@ -345,13 +358,17 @@ class PackedTextDataModule(LightningDataModule, ABC):
         return Encoder(self.tokenizer, add_special_tokens=self.add_special_tokens)
 
     def _trainer_stage(self) -> str:
-        return self.trainer.state.fn if self.trainer and self.trainer.state.fn else "fit"
+        if not self.trainer:
+            return "fit"
+        return self.trainer.state.fn or "fit"
 
     def _check_evaluation_source(self, stage: str) -> None:
         """Read one evaluation document, so that a hub dataset is downloaded and a wrong path fails early."""
         split: Split = "test" if stage in ("test", "predict") else "validation"
-        sets = [each.source() for each in self.validation_sets.values()] if split == "validation" else []
-        for source in sets or [self._evaluation_source(split)]:
+        sources = []
+        if split == "validation":
+            sources = [each.source() for each in self.validation_sets.values()]
+        for source in sources or [self._evaluation_source(split)]:
             next(iter(source), None)
 
     def _evaluation_source(self, split: Split) -> Source:
@@ -370,16 +387,19 @@ class PackedTextDataModule(LightningDataModule, ABC):
         parts = {}
         for name, each in self.validation_sets.items():
             parts[name] = self._tokenize(each.source(), each.documents, each.length or self.validation_length)
-        return NamedDocuments(parts) if parts else None
+        if not parts:
+            return None
+        return NamedDocuments(parts)
 
     def _tokenize(
         self, source: Source, count: int | None, length: int | Literal["whole"] | None, *, prompts: bool = False
     ) -> DocumentDataset:
-        limit = None if length == "whole" else length or self.sequence_length
+        max_tokens = None if length == "whole" else length or self.sequence_length
+        tokenizer = None if self.tokenizer_name is None else self.tokenizer
         return DocumentDataset(
             islice(source, count),
-            None if self.tokenizer_name is None else self.tokenizer,
-            length=limit,
+            tokenizer,
+            length=max_tokens,
             add_special_tokens=self.add_special_tokens,
             loss_on_prompt=self.evaluates_prompts or prompts,
         )
@@ -388,7 +408,11 @@ class PackedTextDataModule(LightningDataModule, ABC):
         self, documents: DocumentDataset | JoinedDocuments | NamedDocuments | None
     ) -> DataLoader[Row]:
         assert documents is not None, "call `setup` first"
-        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank = 0
+        world_size = 1
+        if self.trainer:
+            rank = self.trainer.global_rank
+            world_size = self.trainer.world_size
         # All processes need the same number of documents, or some would wait forever: indices past the end are empty.
         numbers = range(rank, -(-len(documents) // world_size) * world_size, world_size)
         return DataLoader(documents, batch_size=self.validation_batch_size, sampler=numbers, **self.loader_options())
@@ -401,4 +425,6 @@ class PackedTextDataModule(LightningDataModule, ABC):
     def _reader_rank(self) -> tuple[int, int]:
         """Return rank and number of readers of sequences; processes that split the same sequences have one rank."""
         sampler = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return (sampler["rank"], sampler["num_replicas"]) if sampler else (0, 1)
+        if not sampler:
+            return 0, 1
+        return sampler["rank"], sampler["num_replicas"]

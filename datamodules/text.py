@@ -129,17 +129,20 @@ class TextDataModule(PackedTextDataModule):
 
     @override
     def source(self, split: Split) -> Source | None:
-        path = self.paths["train" if self.holdout else split]
+        opened: Split = "train" if self.holdout else split
+        path = self.paths[opened]
         if path is not None:
             source = open_source(
                 path,
-                "train" if self.holdout else split,
+                opened,
                 content=self.content,
                 name_field=self.name_field,
                 where=self.where,
                 revision=self.revision,
             )
-            return HashSplit(source, split, self.holdout) if self.holdout else source
+            if self.holdout:
+                return HashSplit(source, split, self.holdout)
+            return source
         if split == "train":
             return None
         raise ValueError(f"There are no {split} documents: set `{split}`, or a `holdout` of the training documents.")

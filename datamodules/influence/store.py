@@ -43,9 +43,10 @@ def read_header(folder: Path, *, remedy: str = _REMEDY) -> dict[str, Any] | None
     if damaged or not isinstance(header["made_from"].get("gamma", ""), int | float | None):
         raise ValueError(f"'{folder / HEADER}' is damaged. Delete the folder and run `longce influence` again.")
     for name, size in ((WEIGHTS, header["tokens"] * DTYPE.itemsize), (DONE, header["rows"])):
-        found = (folder / name).stat().st_size if (folder / name).exists() else 0
+        file = folder / name
+        found = file.stat().st_size if file.exists() else 0
         if found != size:
-            raise ValueError(f"'{folder / name}' has {found:,} of {size:,} bytes: restore it, or delete the folder.")
+            raise ValueError(f"'{file}' has {found:,} of {size:,} bytes: restore it, or delete the folder.")
     return header
 
 

@@ -87,7 +87,10 @@ class InfluenceWriter:
         above_1 = at_cap = 0
         cap = self.made_from["gamma"]
         with (self.folder / WEIGHTS).open("rb") as file:
-            while len(values := np.fromfile(file, DTYPE, _CHUNK)):
+            while True:
+                values = np.fromfile(file, DTYPE, _CHUNK)
+                if not len(values):
+                    break
                 total += float(values.sum(dtype=np.float64))
                 if cap is not None:
                     above_1 += int(np.count_nonzero(values > 1))
@@ -95,7 +98,8 @@ class InfluenceWriter:
         segments = self.rows.segments
         # The first token of a document is not scored, and has weight 1. Tokens that are not in any row have weight 0.
         firsts = len(segments) if self.made_from["isolate_documents"] else len(self.rows)
-        at_cap -= firsts if cap == 1 else 0
+        if cap == 1:
+            at_cap -= firsts
         scored = max(int((segments[:, 1] - segments[:, 0]).sum()) - firsts, 1)
         if cap is None:  # the loss of a token that is not scored is 0
             return {"loss_mean": total / scored}

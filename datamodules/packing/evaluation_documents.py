@@ -98,7 +98,9 @@ class DocumentDataset(Dataset[Row]):
 
     def __getitem__(self, index: int) -> Row:
         if index >= len(self):
-            return empty_row() if self.tokenizer is not None else make_row(np.zeros(1, dtype=np.int64), np.array([1]))
+            if self.tokenizer is None:
+                return make_row(np.zeros(1, dtype=np.int64), np.array([1]))
+            return empty_row()
         if index not in self._rows:
             self._rows[index] = self._make_row(self.documents[index])
         return self._rows[index]
@@ -117,7 +119,9 @@ class JoinedDocuments(Dataset[Row]):
     """Documents of several datasets, one dataset after another."""
 
     def __init__(self, parts: Sequence[DocumentDataset]) -> None:
-        self._items = [(part, index) for part in parts for index in range(len(part))]
+        self._items: list[tuple[DocumentDataset, int]] = []
+        for part in parts:
+            self._items += [(part, index) for index in range(len(part))]
 
     def __len__(self) -> int:
         return len(self._items)
@@ -133,7 +137,9 @@ class NamedDocuments(Dataset[Row]):
     """Documents of several named sets, one after another; each item has the name of its set."""
 
     def __init__(self, sets: Mapping[str, DocumentDataset]) -> None:
-        self._items = [(name, part, index) for name, part in sets.items() for index in range(len(part))]
+        self._items: list[tuple[str, DocumentDataset, int]] = []
+        for name, part in sets.items():
+            self._items += [(name, part, index) for index in range(len(part))]
 
     def __len__(self) -> int:
         return len(self._items)

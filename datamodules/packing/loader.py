@@ -43,7 +43,9 @@ class ResumableLoader(DataLoader[Row]):
         # iterator of a resumed run before it sets the sampler's epoch, and workers would prefetch batches of epoch 0.
         resume = self._resume
         self._resume = None
-        self._batches = resume["batches"] if resume and resume["epoch"] == self.sampler.epoch else 0
+        self._batches = 0
+        if resume and resume["epoch"] == self.sampler.epoch:
+            self._batches = resume["batches"]
         self.sampler.skip = self._batches * self.batch_size
         for batch in super().__iter__():
             self._batches += 1

@@ -70,12 +70,14 @@ def pack_documents(
     rows = {"chunk": chunk, "concat": concat, "best_fit": best_fit}[packing](document_boundaries, sequence_length)
     if len(rows) == 0:
         longest = int(np.diff(document_boundaries).max(initial=0))
+        if packing == "chunk" and longest:
+            raise ValueError(
+                f"No document has `sequence_length` = {sequence_length:,} tokens: the longest has {longest:,}. Lower"
+                " `sequence_length`, or set `packing: best_fit`, which puts several documents into a sequence."
+            )
         raise ValueError(
-            f"No document has `sequence_length` = {sequence_length:,} tokens: the longest has {longest:,}. Lower"
-            " `sequence_length`, or set `packing: best_fit`, which puts several documents into a sequence."
-            if packing == "chunk" and longest
-            else f"{document_boundaries[-1]:,} tokens do not fill one sequence of `sequence_length` ="
-            f" {sequence_length:,}. Add text or lower `sequence_length`."
+            f"{document_boundaries[-1]:,} tokens do not fill one sequence of `sequence_length` = {sequence_length:,}."
+            " Add text or lower `sequence_length`."
         )
     return rows
 
@@ -109,7 +111,9 @@ class LongDocuments:
         whole = int(self.weight)
         turns = np.floor(np.arange(len(long) + 1) * (self.weight - whole))
         order = np.concatenate([np.arange(len(lengths)), np.tile(long, whole - 1), long[np.diff(turns) > 0]])
-        tokens, total, repeated = (int(lengths[part].sum()) for part in (long, slice(None), order))
+        tokens = int(lengths[long].sum())
+        total = int(lengths.sum())
+        repeated = int(lengths[order].sum())
         rank_zero_only(_log.info)(
             f"{len(long)} of {len(lengths)} documents are longer than {self.longer_than} tokens. They have"
             f" {tokens / max(total, 1):.1%} of the tokens, and"

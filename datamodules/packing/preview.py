@@ -28,8 +28,12 @@ def preview(
     """
     if any(not 0 <= number < len(rows) for number in numbers):
         raise ValueError(f"`rows` must be indices of sequences from 0 to {len(rows) - 1:,}, got {list(numbers)}.")
-    shown = {document for number in numbers for document in _documents_in_row(rows, number)}
-    titles = _read_names(documents, shown) if documents is not None else {}
+    shown: set[int] = set()
+    for number in numbers:
+        shown.update(_documents_in_row(rows, number))
+    titles = {}
+    if documents is not None:
+        titles = _read_names(documents, shown)
     lines = list(_describe_packing(rows, packing))
     for number in numbers:
         lines += ["", *_describe_row(rows, number, titles, tokenizer, width)]
@@ -82,7 +86,11 @@ def _describe_row(
         is_prompt = rows.prompt_mask(start, stop)
         edges = [0, *(np.flatnonzero(np.diff(is_prompt)) + 1).tolist(), stop - start]
         for begin, finish in pairwise(edges):  # turns of prompts and responses
-            title = "prompt   " if is_prompt[begin] else "response " if is_prompt.any() else ""
+            title = ""
+            if is_prompt[begin]:
+                title = "prompt   "
+            elif is_prompt.any():
+                title = "response "
             ids = rows.store.tokens[start + begin : start + finish].tolist()
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             yield f"    {title}| {shortened(text, width)}"
@@ -93,7 +101,11 @@ def _describe_segment(rows: PackedRowDataset, document: int, start: int, stop: i
     begin, end = rows.store.document_boundaries[document : document + 2].tolist()
     if (start, stop) == (begin, end):
         return "whole"
-    cuts = [name for name, cut in (("start", start > begin), ("end", stop < end)) if cut]
+    cuts = []
+    if start > begin:
+        cuts.append("start")
+    if stop < end:
+        cuts.append("end")
     return f"tokens {start - begin:,} to {stop - begin:,} of {end - begin:,}, cut at the {' and '.join(cuts)}"
 
 

@@ -84,9 +84,12 @@ class MixtureSampler(RowSampler):
     def epoch_order(self, epoch: int) -> NDArray[np.int64]:
         """Return ``[sum of counts]`` indices of an epoch; process ``r`` takes every ``world_size``-th from ``r``."""
         # Sequence k of the n of a source is due at (k + 0.5) / n of the epoch: sorting spreads all sources evenly.
-        due = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.values()])
-        rows = np.concatenate([self._draw_rows(index, epoch) for index in range(len(self.counts))])
-        return rows[np.argsort(due, kind="stable")]
+        due = []
+        rows = []
+        for index, count in enumerate(self.counts.values()):
+            due.append((np.arange(count) + 0.5) / count)
+            rows.append(self._draw_rows(index, epoch))
+        return np.concatenate(rows)[np.argsort(np.concatenate(due), kind="stable")]
 
     def _draw_rows(self, source: int, epoch: int) -> NDArray[np.int64]:
         """Return a source's indices in an epoch: the next ones of its passes, which continue across epochs."""
@@ -110,16 +113,19 @@ def epoch_counts(rows: Mapping[str, int], weights: Mapping[str, float], world_si
     exact = {name: Fraction(str(float(weights[name]))) for name in rows}  # 0.1 is a tenth, not the nearest float
     total = sum(exact.values())
     length = int(min(rows[name] * total / exact[name] for name in rows)) // world_size * world_size
-    due = {name: length * exact[name] / total for name in rows}
-    counts = {name: int(each) for name, each in due.items()}
+    due = {}
+    counts = {}
+    for name, weight in exact.items():
+        due[name] = length * weight / total
+        counts[name] = int(due[name])
     left = length - sum(counts.values())
     for name in sorted(rows, key=lambda name: counts[name] - due[name])[:left]:
         counts[name] += 1
     for name, count in counts.items():
         if count == 0:
+            available = ", ".join(f"{source}: {number}" for source, number in rows.items())
             raise ValueError(
-                f"Source {name!r} has no sequence in an epoch of {length} (available:"
-                f" {', '.join(f'{n}: {r}' for n, r in rows.items())}). Raise its weight, add text to all sources, or"
-                " use fewer processes."
+                f"Source {name!r} has no sequence in an epoch of {length} (available: {available}). Raise its weight,"
+                " add text to all sources, or use fewer processes."
             )
     return counts

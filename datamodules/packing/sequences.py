@@ -61,7 +61,8 @@ class PackedRowDataset(Dataset[Row]):
         segments = self.rows.row(index)
         tokens = np.concatenate([self.store.tokens[start:stop] for start, stop in segments.tolist()], dtype=np.int64)
         ends = np.cumsum(segments[:, 1] - segments[:, 0])
-        ends = ends if self.isolate_documents else ends[-1:]
+        if not self.isolate_documents:
+            ends = ends[-1:]
         row = make_row(tokens, ends)
         if self.pose is not None:
             row["position_ids"] = torch.from_numpy(self.pose.positions(ends, [*self.pose_seed, index]))
@@ -203,7 +204,7 @@ def collate_examples(examples: Sequence[Mapping[str, Any]] | Mapping[str, Tensor
     """
     if isinstance(examples, Mapping):
         examples = [dict(zip(examples, values, strict=True)) for values in zip(*examples.values(), strict=True)]
-    return collate_rows([_example_row(example) for example in examples])
+    return collate_rows(list(map(_example_row, examples)))
 
 
 def _example_row(example: Mapping[str, Any]) -> Row:

@@ -70,8 +70,12 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
 
     @override
     def __iter__(self) -> Iterator[tuple[Row, Cursor]]:
+        number = 0
+        workers = 1
         info = get_worker_info()
-        number, workers = (info.id, info.num_workers) if info else (0, 1)
+        if info:
+            number = info.id
+            workers = info.num_workers
         # The loader always asks worker 0 first, so worker 0 takes the stream whose turn it is.
         worker = (number + self.first) % workers
         cursor = self.cursors[worker] if self.cursors else Cursor()
@@ -93,7 +97,8 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
                 # 2. Yield a full sequence. A run that resumes from its cursor begins with the following token.
                 if missing == 0:
                     ends = np.cumsum([len(segment) for segment in segments])
-                    ends = ends if self.isolate_documents else ends[-1:]
+                    if not self.isolate_documents:
+                        ends = ends[-1:]
                     row = make_row(np.concatenate(segments), ends)
                     if self.pose is not None:
                         positions = self.pose.positions(ends, [self.seed, stream, *begin[:4]])
@@ -113,7 +118,8 @@ class StreamedRows(IterableDataset[tuple[Row, Cursor]]):
             for index, file in enumerate(order):
                 if (turn, index) < cursor[:2]:  # read before the cursor
                     continue
-                content = self._check_content(file, cursor.content if (turn, index) == cursor[:2] else "")
+                is_of_cursor = (turn, index) == cursor[:2]
+                content = self._check_content(file, cursor.content if is_of_cursor else "")
                 # 3. In the cursor's file, documents before the cursor are parsed but not tokenized; the cursor's
                 #    document is tokenized whole and continues with its next token.
                 for number, document in self._read_file(file):

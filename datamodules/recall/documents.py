@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -60,16 +60,22 @@ class RecallRecord:
     @cached_property
     def offsets(self) -> list[tuple[int, int]]:
         """Characters ``[start, end)`` of each word in `text`."""
-        ends = accumulate(len(word.text) + 1 for word in self.words)
-        return [(end - 1 - len(word.text), end - 1) for end, word in zip(ends, self.words, strict=True)]
+        offsets = []
+        start = 0
+        for word in self.words:
+            end = start + len(word.text)
+            offsets.append((start, end))
+            start = end + 1
+        return offsets
 
     def spans(self, kind: Kind, *, farther_than: int = -1, inference: Inference | None = None) -> list[tuple[int, int]]:
         """Find the characters ``[start, end)`` of words of a kind; of answers, only those that are decisive."""
-        return [
-            (start, end if word.decisive is None else start + word.decisive)
-            for (start, end), word in zip(self.offsets, self.words, strict=True)
-            if word.kind == kind and word.distance > farther_than and inference in (None, word.inference)
-        ]
+        found = []
+        for (start, end), word in zip(self.offsets, self.words, strict=True):
+            if word.kind == kind and word.distance > farther_than and inference in (None, word.inference):
+                stop = end if word.decisive is None else start + word.decisive
+                found.append((start, stop))
+        return found
 
 
 def recall_documents(count: int, **settings: Any) -> Iterator[str]:
@@ -181,11 +187,14 @@ class Writer:
         """Return the first ``length`` words."""
         words: list[Word] = []
         said: dict[tuple[str, str], int] = {}  # a value after its field
-        for part in self.parts(length):
-            for word in part:
-                pair = (words[-1].text if words else "", word.text)
-                words.append(word._replace(distance=len(words) - said[pair]) if word.kind == "answer" else word)
-                said[pair] = len(words) - 1
+        before = ""
+        for place, word in enumerate(chain.from_iterable(self.parts(length))):
+            pair = (before, word.text)
+            if word.kind == "answer":
+                word = word._replace(distance=place - said[pair])
+            words.append(word)
+            said[pair] = place
+            before = word.text
         return words[:length]
 
     def local(self, count: int) -> Iterator[str]:

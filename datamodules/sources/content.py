@@ -27,15 +27,21 @@ class Document(NamedTuple):
     @property
     def size(self) -> int:
         """Number of characters, or of token ids."""
-        return len(self.text) if self.tokens is None else len(self.tokens)
+        if self.tokens is not None:
+            return len(self.tokens)
+        return len(self.text)
 
     def is_empty(self) -> bool:
         """Return whether the document has neither token ids nor text other than white space."""
-        return is_empty(self.text) if self.tokens is None else len(self.tokens) == 0
+        if self.tokens is not None:
+            return len(self.tokens) == 0
+        return is_empty(self.text)
 
     def content(self) -> bytes:
         """Return a hash that identifies the document regardless of its name."""
-        return self.text.encode() if self.tokens is None else self.tokens.astype("<i8").tobytes()
+        if self.tokens is not None:
+            return self.tokens.astype("<i8").tobytes()
+        return self.text.encode()
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,16 @@ class Content:
     def alternatives(self) -> tuple[str, ...]:
         """Fields of which a record must have one."""
         instead = self.messages or self.tokens
-        return self.text if instead is None else (instead,)
+        if instead is None:
+            return self.text
+        return (instead,)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """All fields that are read."""
-        return self.alternatives if self.prompt is None else (*self.alternatives, self.prompt)
+        if self.prompt is None:
+            return self.alternatives
+        return (*self.alternatives, self.prompt)
 
     def read(self, record: Mapping[str, Any], name: str, place: str) -> Document:
         """Return the document of a record; raise a ``ValueError`` that names the place of a record without one."""
@@ -115,7 +125,9 @@ def checked_messages(value: object, place: str) -> list[Message]:
         if not isinstance(given, Mapping):
             raise ValueError(f"{place}: {wanted}; message {number} is {type(given).__name__}. Fix or remove this row.")
         message = {key: field for key, field in given.items() if field is not None}
-        texts = ["role"] if "tool_calls" in message and "content" not in message else ["role", "content"]
+        texts = ["role", "content"]
+        if "tool_calls" in message and "content" not in message:
+            texts = ["role"]
         for key in texts:
             if not isinstance(message.get(key), str):
                 found = type(message[key]).__name__ if key in message else "nothing"

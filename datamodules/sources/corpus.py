@@ -19,7 +19,7 @@ import pyarrow
 from fsspec.core import url_to_fs
 
 from datamodules.sources.content import checked_text, checked_tokens
-from datamodules.sources.locations import JSON_LINES, PARQUET, File, RemoteFile, find_files, is_url
+from datamodules.sources.locations import JSON_LINES, PARQUET, File, RemoteFile, find_files, fixed_folder, is_url
 from datamodules.sources.parquet import opened_table
 from datamodules.sources.records import decoded, nested, opened, read_document, read_records
 
@@ -68,7 +68,8 @@ class Share:
         """Return the number of rows; None for JSON lines."""
         if self.part.rows is None:
             return None
-        start, stop = self.part.first, self.part.first + self.part.rows
+        start = self.part.first
+        stop = self.part.first + self.part.rows
         return len(range(start + (self.first - start) % self.step, stop, self.step))
 
 
@@ -83,7 +84,9 @@ class CorpusColumns(NamedTuple):
     @property
     def content(self) -> str:
         """Name of the column with the documents."""
-        return self.text if self.tokens is None else self.tokens
+        if self.tokens is None:
+            return self.text
+        return self.tokens
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ class CorpusFiles:
         Raises:
             ValueError: If the rest of the file cannot be read.
         """
-        file, name = self.files[part.file], part.file
+        file = self.files[part.file]
+        name = part.file
         for row, parse in self._read_wanted(file, part, wanted):
             ref = DocumentRef(name if is_text(name) else f"{name}:{row}", name, row, {})
             content: Any = ""
@@ -164,7 +168,9 @@ class CorpusFiles:
             kind = "text" if self.columns.tokens is None else "token ids"
             found = "it is null" if column in record else f"found {sorted(record)[:_NAMED_FIELDS]}"
             raise ValueError(f"{place}: no {kind} in {column!r}: {found}.")
-        return checked_text(content, place) if self.columns.tokens is None else checked_tokens(content, place)
+        if self.columns.tokens is None:
+            return checked_text(content, place)
+        return checked_tokens(content, place)
 
     def check_first_documents(self, part: Part) -> None:
         """Raise a ``ValueError`` if all of the first documents of a part are broken."""
@@ -193,7 +199,8 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
     """
     # 1. Name the files.
     named = _name_all_files(paths)
-    if columns.tokens is not None and (texts := [name for name in named if is_text(name)]):
+    texts = list(filter(is_text, named))
+    if columns.tokens is not None and texts:
         raise ValueError(
             f"'{texts[0]}' is a text file, which has no column {columns.tokens!r} of token ids: pass only .parquet and"
             " .jsonl files, or leave out `--token_column`."
@@ -201,13 +208,17 @@ def find_corpus(paths: Sequence[str], columns: CorpusColumns, *, check: bool = T
     # 2. Split parquet files into row groups, and compare the types of their columns.
     with ThreadPoolExecutor(_READER_THREADS) as pool:
         found = list(pool.map(partial(_split_file, columns=columns), named, named.values()))
-    types = _common_types(named, [own_types for _, own_types in found])
+    parts: list[Part] = []
+    types_of_files = []
+    for own_parts, own_types in found:
+        parts += own_parts
+        types_of_files.append(own_types)
+    types = _common_types(named, types_of_files)
     if not all(name.endswith(PARQUET) for name in named):
         types = dict.fromkeys(columns.others, pyarrow.string())
     if columns.tokens is not None:
         types[TOKEN_HASH] = pyarrow.string()
-    parts = tuple(part for own_parts, _ in found for part in own_parts)
-    corpus = CorpusFiles(named, parts, columns, types)
+    corpus = CorpusFiles(named, tuple(parts), columns, types)
     # 3. Read the first documents of each file.
     if check:
         first = [part for part in parts if part.first == 0 and not is_text(part.file)]
@@ -259,11 +270,13 @@ def _name_all_files(paths: Sequence[str]) -> dict[str, File]:
 def _name_files(path: str) -> Iterator[tuple[str, File]]:
     """Yield the files at a path, with their paths relative to the folder, or to the fixed part of the pattern."""
     files = find_files(path)
-    folder = path.partition("*")[0].rpartition("/")[0] or "." if "*" in path else path  # before the first wildcard
+    folder = fixed_folder(path)
     root = PurePosixPath(url_to_fs(folder)[1] if is_url(path) else Path(folder).expanduser())
     for file in files:
         place = PurePosixPath(file.path if isinstance(file, RemoteFile) else file)
-        name = place.relative_to(root) if place.is_relative_to(root) and place != root else PurePosixPath(file.name)
+        name = PurePosixPath(file.name)
+        if place.is_relative_to(root) and place != root:
+            name = place.relative_to(root)
         yield checked_text(str(name), f"The name of {str(name)!r}"), file
 
 
@@ -277,7 +290,8 @@ def _split_file(name: str, file: File, columns: CorpusColumns) -> tuple[list[Par
         except pyarrow.ArrowException as error:
             raise ValueError(f"{file}: the parquet file is damaged ({error}). Fetch it again.") from error
         types = {column: _column_type(table.schema_arrow, column, file) for column in _all_columns(columns)}
-        parts, first = [], 0
+        parts = []
+        first = 0
         for number in range(table.num_row_groups):
             rows = table.metadata.row_group(number).num_rows
             parts.append(Part(name, number, first, rows))
@@ -308,7 +322,9 @@ def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataT
         kind = next((field.type for field in fields if field.name == name), None)
         if kind is None:
             raise ValueError(f"{file}: no column {path!r}. Its columns are {sorted(schema.names)}.")
-        fields = kind if pyarrow.types.is_struct(kind) else ()
+        fields = ()
+        if pyarrow.types.is_struct(kind):
+            fields = kind
     return kind
 
 

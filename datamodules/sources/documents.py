@@ -36,7 +36,10 @@ class TextFiles:
 
     def __iter__(self) -> Iterator[Document]:
         for file in self.files:
-            stem = file.name.removesuffix(file.suffix if is_packed(file) else "").removesuffix(".txt")
+            stem = file.name
+            if is_packed(file):
+                stem = stem.removesuffix(file.suffix)
+            stem = stem.removesuffix(".txt")
             name = f"{stem} {self.titles.get(stem, '')}".rstrip()
             yield Document(name, checked_text(decoded(read_document(file), str(file)), str(file)))
 
@@ -68,7 +71,8 @@ class RecordFiles:
 
     def __iter__(self) -> Iterator[Document]:
         columns = [*self.content.columns, *self.name_fields]
-        columns += [self.where[0], self.where[0].partition(".")[0]] if self.where else []
+        if self.where:
+            columns += [self.where[0], self.where[0].partition(".")[0]]
         found = False
         for file in self.files:
             first = 0 if file.name.endswith(PARQUET) else 1  # lines count from 1, as in editors
@@ -137,5 +141,12 @@ def text_bytes(source: Source) -> int | None:
         return None
     if isinstance(source, RecordFiles) and (source.where or source.content.tokens is not None):
         return None
-    sizes = [None if is_packed(file) or file.name.endswith(PARQUET) else file_size(file) for file in source.files]
-    return None if None in sizes else sum(size for size in sizes if size is not None)
+    total = 0
+    for file in source.files:
+        if is_packed(file) or file.name.endswith(PARQUET):
+            return None
+        size = file_size(file)
+        if size is None:
+            return None
+        total += size
+    return total

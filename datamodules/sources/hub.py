@@ -113,7 +113,8 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
     # Refuse impossible paths early: the hub takes half a minute, and `datasets` would split a .txt file into lines.
     looks_like_a_file = path.endswith((*TEXT, *JSON_LINES, *PARQUET))
     on_hub = not looks_like_a_file and re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) is not None
-    if not (holds_parquet(local) if local.exists() else on_hub):
+    is_found = holds_parquet(local) if local.exists() else on_hub
+    if not is_found:
         raise FileNotFoundError(
             f"`path` = {path!r} is neither a folder with parquet files or a layout that this data module supports, nor"
             " the `owner/name` of a hub dataset. See the description of `path`."
@@ -121,10 +122,13 @@ def _load_split(path: str, split: str, revision: str | None) -> Any:
     import datasets  # takes half a second, which commands that read no data save
 
     content = _hash_local_content(local)
-    # `datasets` identifies its copies of local files by path and modification time: identify them by content instead.
-    cache_dir = None if content is None else str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
+    name = path
+    cache_dir = None
+    if content is not None:
+        name = str(local)
+        # `datasets` identifies its copies of local files by path and time: identify them by content instead.
+        cache_dir = str(Path(datasets.config.HF_DATASETS_CACHE) / "by-content" / content)
     try:
-        name = path if content is None else str(local)
         return datasets.load_dataset(name, split=split, revision=revision, cache_dir=cache_dir)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         where = "in the local folder" if local.exists() else "on disk or on the hub"
@@ -151,9 +155,9 @@ def open_source(
     if not isinstance(path, str):
         return TableRows(path, f"the {split} dataset", split, content, names, where)
     on_hub = not is_url(path) and "*" not in path and not Path(path).expanduser().exists()
-    files = () if on_hub else find_files(path)
     if on_hub:
         return HubDataset(path, split, content, names, where, revision)
+    files = find_files(path)
     kind = next(kind for kind in (JSON_LINES, PARQUET, TEXT) if files[0].name.endswith(kind))
     other = next((file for file in files if not file.name.endswith(kind)), None)
     if other:

@@ -46,7 +46,10 @@ class RemoteFile:
     @property
     def name(self) -> str:
         """Last component of the path, without the query of a URL."""
-        return PurePosixPath(re.sub(r"[?#].*", "", self.path) if self.path.startswith("http") else self.path).name
+        path = self.path
+        if path.startswith("http"):
+            path = re.sub(r"[?#].*", "", path)
+        return PurePosixPath(path).name
 
     @property
     def suffix(self) -> str:
@@ -73,7 +76,9 @@ class RemoteFile:
 
         tag = first(_TAGS)
         time = first(_TIMES)
-        checksum = first(_CHECKSUMS) or (tag if tag and _MD5.fullmatch(tag.partition(" ")[2]) else None)
+        checksum = first(_CHECKSUMS)
+        if checksum is None and tag is not None and _MD5.fullmatch(tag.partition(" ")[2]):
+            checksum = tag
         if checksum is not None:
             return f"{checksum} {file_size(self)}"
         if tag is None and time is None:
@@ -99,6 +104,14 @@ File = Path | RemoteFile
 def is_url(path: str) -> bool:
     """Return whether a path is an fsspec URL, such as ``s3://bucket/folder``."""
     return "://" in path
+
+
+def fixed_folder(path: str) -> str:
+    """Return the folder before the first wildcard of a pattern, or a path without wildcards."""
+    before, wildcard, _ = path.partition("*")
+    if not wildcard:
+        return path
+    return before.rpartition("/")[0] or "."
 
 
 def find_files(path: str) -> tuple[File, ...]:
@@ -137,22 +150,28 @@ def file_identities(files: Iterable[File]) -> list[str]:
 
 def file_size(file: File) -> int | None:
     """Return the stored size of a file in bytes; None if the server does not report it."""
-    return file.stat().st_size if isinstance(file, Path) else file.info.get("size")
+    if isinstance(file, Path):
+        return file.stat().st_size
+    return file.info.get("size")
 
 
 def _local_files(path: str) -> list[Path]:
     root = Path(path).expanduser()
     if root.is_dir():
         found = [file for file in _files_below(root, frozenset()) if not _is_hidden(file.relative_to(root))]
+    elif "*" in path:
+        found = list(map(Path, glob.glob(str(root), recursive=True)))
     else:
-        found = [Path(name) for name in glob.glob(str(root), recursive=True)] if "*" in path else [root]
+        found = [root]
     return sorted(file for file in found if file.is_file())
 
 
 def _files_below(folder: Path, parents: frozenset[Path]) -> Iterator[Path]:
     """Yield all files in a folder, including linked folders; links to a parent folder are skipped."""
     real = folder.resolve()
-    for path in () if real in parents else folder.iterdir():
+    if real in parents:
+        return
+    for path in folder.iterdir():
         if path.is_dir():
             yield from _files_below(path, parents | {real})
         else:

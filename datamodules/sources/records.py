@@ -81,10 +81,12 @@ def opened(file: File) -> Iterator[BinaryIO]:
 
 def lines_of(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines, and only the beginning of a line that is too long."""
-    while line := stream.readline(MAX_DOCUMENT + 1):
+    line = stream.readline(MAX_DOCUMENT + 1)
+    while line:
         yield line
         while len(line) > MAX_DOCUMENT and not line.endswith(b"\n"):  # skip the rest
             line = stream.readline(MAX_DOCUMENT + 1)
+        line = stream.readline(MAX_DOCUMENT + 1)
 
 
 def read_document(file: File) -> bytes:

@@ -178,8 +178,9 @@ def _write_store(folder: Path, source: Source, encoder: DocumentEncoder, recipe:
             tokens += len(batch.tokens)
             bar.set_postfix(documents=f"{documents:,}", tokens=f"{tokens:,}", refresh=False)
             bar.update(batch.text_bytes)
-    optional = (PROMPT_SPANS,) if any(len(part) for part in prompts) else ()
-    if optional:
+    optional = []
+    if any(map(len, prompts)):
+        optional.append(PROMPT_SPANS)
         (folder / PROMPT_SPANS).write_bytes(np.concatenate(prompts).astype("<i8").tobytes())
     manifest = recipe | {
         "documents": documents,

@@ -108,7 +108,9 @@ class Encoder:
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
         """Append the end-of-text token, unless the tokenizer's special tokens already did."""
-        return ids if self._end_of_text is None or ids[-1:] == [self._end_of_text] else [*ids, self._end_of_text]
+        if self._end_of_text is None or ids[-1:] == [self._end_of_text]:
+            return ids
+        return [*ids, self._end_of_text]
 
 
 def _count_prompt_tokens(encoding: Encoding, prompt_end: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from datamodules.sources.corpus import CorpusColumns, CorpusFiles, find_corpus, is_text
-from datamodules.sources.locations import is_url
+from datamodules.sources.locations import fixed_folder, is_url
 from lightning_modules.models.loading.identity import check_same_model, describe_model, model_identity
 from lightning_modules.scoring.corpus.counts import count_documents, report_failures
 from lightning_modules.scoring.corpus.shards import SUCCESS, ScoreShards
@@ -129,11 +129,7 @@ def _check_place(files: Sequence[str], output: str) -> None:
     """Refuse an output that a later command would read as a part of the corpus."""
     folder = Path(output).expanduser().resolve()
     for path in files:
-        parent = path
-        if "*" in path:
-            before, _, _ = path.partition("*")
-            parent = before.rpartition("/")[0] or "."
-        place = Path(parent).expanduser()
+        place = Path(fixed_folder(path)).expanduser()
         if is_url(path) or is_url(output) or not place.is_dir() or ("*" in path and "**" not in path):
             continue
         if folder.is_relative_to(place.resolve()):
