@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ class ExternalEvaluator(Callback):
         stage = "test" if trainer.testing else "val"
         own = self._measure_all(trainer, pl_module, stage)
         # Processes take turns with the documents.
-        records = [record for found in gathered(own) for record in found]
+        records = list(chain.from_iterable(gathered(own)))
         records.sort(key=lambda record: (record.set, record.document))
         if self.evaluator is None:
             self._check_spans((record.text_sha256, record.document) for record in records)
@@ -350,10 +351,12 @@ class ExternalEvaluator(Callback):
         if not sums.without_key_tokens or place in self._warned:
             return
         self._warned.add(place)
+        consequence = ": LongPPL is undefined (NaN)"
+        if sums.key_tokens:
+            consequence = " and do not count in LongPPL"
         rank_zero_warn(
-            f"{sums.without_key_tokens} of {sums.documents} {place} documents have no key token"
-            + (" and do not count in LongPPL." if sums.key_tokens else ": LongPPL is undefined (NaN).")
-            + " They may be too short for `context_length`, or the evaluator may not use the long context."
+            f"{sums.without_key_tokens} of {sums.documents} {place} documents have no key token{consequence}. They may"
+            " be too short for `context_length`, or the evaluator may not use the long context."
         )
 
     def _write(self, trainer: Trainer, records: Sequence[Record], stage: str) -> None:

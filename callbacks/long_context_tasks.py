@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models.backbone import Backbone
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.records import Source
-from lightning_modules.tasks.evaluation.answers import FOLDER, Answer, write_answers
+from lightning_modules.tasks.evaluation.answers import FOLDER, Answer, Key, write_answers
 from lightning_modules.tasks.evaluation.config import Mode, TaskConfig
 from lightning_modules.tasks.evaluation.evaluation import describe_setting
 from lightning_modules.tasks.evaluation.questions import (
@@ -34,6 +35,7 @@ from lightning_modules.tasks.evaluation.summary import summarize
 from lightning_modules.tasks.harness import split_tasks
 from lightning_modules.tasks.questions.prompter import Prompter
 from lightning_modules.tasks.questions.registry import find_tasks, hash_task_code
+from lightning_modules.tasks.questions.task import Task
 from lightning_modules.training.evaluation import records_folder
 from lightning_modules.training.facts import loaded_tokenizer
 from lightning_modules.training.monitoring.numerics import find_numerics
@@ -94,8 +96,11 @@ class LongContextTasks(Callback):
                 "`mode` 'key_tokens' measures an evaluator, not a model in training: use `longce evaluate`, or set"
                 " `mode` to 'teacher_forced'."
             )
-        self.tasks = find_tasks(ours, **config.sources, documents=config.documents) if ours else []
-        self.keys = question_keys(self.tasks, lengths, samples, config.depths) if ours else []
+        self.tasks: list[Task] = []
+        self.keys: list[Key] = []
+        if ours:
+            self.tasks = find_tasks(ours, **config.sources, documents=config.documents)
+            self.keys = question_keys(self.tasks, lengths, samples, config.depths)
         # Of the code that runs: its files may change during the training.
         self._task_codes = {task.name: hash_task_code(task) for task in self.tasks}
         self.every_n_steps = every_n_steps
@@ -216,7 +221,8 @@ class LongContextTasks(Callback):
                 values |= self._run_harness_tasks(trainer, pl_module)
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()  # key-value caches fragment the memory that training needs
-        self._seconds += (seconds := time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._seconds += seconds
         values["tasks/seconds"] = seconds
         if self._train_start is not None:
             values["tasks/time_share"] = self._seconds / (time.perf_counter() - self._train_start)
@@ -230,15 +236,17 @@ class LongContextTasks(Callback):
             asked = put_questions(
                 pl_module.backbone, self._prompter, questions, self.config.mode, generation=generation
             )
-        answers = {answer.key: answer for of_rank in gathered(asked) for answer in of_rank}
+        answers = {answer.key: answer for answer in chain.from_iterable(gathered(asked))}
         in_order = [answers[key] for key in self.keys]  # the order of a single process
         summary = summarize(in_order)
         self._write(trainer, pl_module, in_order)
-        writers = [logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
-        for writer in writers if trainer.is_global_zero else ():
+        for logger in trainer.loggers:
+            if not trainer.is_global_zero or not isinstance(logger, TensorBoardLogger):
+                continue
             for name, figure in figures(summary).items():
-                writer.add_figure(f"tasks/{name}", figure, trainer.global_step)
-            writer.add_text("tasks/answers", as_markdown_table(answer_table(in_order)), trainer.global_step)
+                logger.experiment.add_figure(f"tasks/{name}", figure, trainer.global_step)
+            answers_shown = as_markdown_table(answer_table(in_order))
+            logger.experiment.add_text("tasks/answers", answers_shown, trainer.global_step)
         return {f"tasks/{name}": value for name, value in summary.logged().items()}
 
     def _write(self, trainer: Trainer, module: LongContextLM, answers: Sequence[Answer]) -> None:
@@ -258,7 +266,7 @@ class LongContextTasks(Callback):
         """Return the metrics of all tasks, groups and sets of the harness, by the names under which they are logged."""
         from lightning_modules.tasks.harness.evaluation import evaluate_tasks
         from lightning_modules.tasks.harness.model import HarnessModel
-        from lightning_modules.tasks.harness.results import merge_results, summarize_results
+        from lightning_modules.tasks.harness.results import list_metrics, merge_results, summarize_results
 
         assert self._prompter is not None
         started = time.perf_counter()
@@ -270,9 +278,8 @@ class LongContextTasks(Callback):
         if model.truncated:
             rank_zero_info(f"{model.truncated} prompts exceeded {model.max_length} tokens and were truncated.")
         content = summarize_results(merge_results(found), self._theirs)
-        metrics = {name: task["metrics"] for name, task in content["tasks"].items()} | content["groups"]
         logged = {f"harness/{name}": value for name, value in content["scores"].items()}
-        for name, values in metrics.items():
+        for name, values in list_metrics(content).items():
             for key, value in values.items():
                 logged[f"harness/{name}/{key.removesuffix(',none')}"] = value
         return {"harness/seconds": time.perf_counter() - started, **logged}

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -226,12 +226,6 @@ def interruptible(trainer: Trainer, *, communicates: bool = False) -> Iterator[N
     stop = _find_stop(trainer)
     with fail_together(), nullcontext() if stop is None else stop.signal.interrupting(_can_stop(trainer)):
         yield
-
-
-def uninterrupted(trainer: Trainer) -> AbstractContextManager[None]:
-    """Let a signal to stop wait until the end of a block, which must not be left half done."""
-    stop = _find_stop(trainer)
-    return nullcontext() if stop is None else stop.signal.interrupting(False)
 
 
 def raise_if_stopping(trainer: Trainer, *, together: bool) -> None:
