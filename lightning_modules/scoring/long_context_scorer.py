@@ -192,7 +192,7 @@ class LongContextScorer:
         characters = self._characters  # before `try`: an unusable tokenizer is not the document's fault
         try:
             tokens = torch.as_tensor(ids)
-            size = len(self.tokenizer)
+            size = characters.vocabulary_size
             is_integer = not (tokens.dtype.is_floating_point or tokens.dtype == torch.bool)
             tokens = tokens.long()  # torch finds no extremes of unsigned integers
             if not is_integer or tokens.ndim != 1 or tokens.min() < 0 or tokens.max() >= size:

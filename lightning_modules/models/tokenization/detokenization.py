@@ -27,7 +27,8 @@ class TokenCharacters:
         specification = json.loads(tokenizer.backend_tokenizer.to_str())
         convert = _converter(specification.get("decoder"))
         vocabulary = tokenizer.get_vocab()
-        self._bytes = [b""] * (max(vocabulary.values()) + 1)
+        self.vocabulary_size = max(vocabulary.values()) + 1  # ids may be skipped
+        self._bytes = [b""] * self.vocabulary_size
         for token, index in vocabulary.items():
             self._bytes[index] = convert(token)
         for token in specification["added_tokens"]:

@@ -1,5 +1,6 @@
 """The scorer of batches of rows equals `longce corpus score`, whatever the form and size of the batch."""
 
+import json
 import pickle
 import shutil
 
@@ -13,7 +14,7 @@ from lightning_modules.scoring.long_context_scorer import LongContextScorer
 from lightning_modules.scoring.token_scores import shorten_text
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
-from tests.conftest import make_text
+from tests.conftest import make_text, tiny_model
 
 SIZES = {"context_length": 16, "stride": 8}
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
@@ -157,6 +158,25 @@ def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
     assert [row["tokens"] for row in wrong] == [None] * 7
     reasons = ["are null", "left out", "integers", "integers", "integers", "integers", "cannot be used"]
     assert all(reason in row["error"] for row, reason in zip(wrong, reasons, strict=True))
+
+
+def test_token_ids_of_a_vocabulary_that_skips_ids(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    vocabulary[last] += 20
+    file.write_text(json.dumps(content), encoding="utf-8")
+    tiny_model(vocab_size=vocabulary[last] + 1).save_pretrained(tmp_path)
+    options = {**SIZES, **THRESHOLDS, "dtype": "float32", "device": "cpu"}
+    by_text = LongContextScorer(str(tmp_path), **options)
+    text = f"{last.replace('Ġ', ' ')} {make_text(100)}"
+    ids = by_text.tokenizer.encode(text, add_special_tokens=False)
+    assert max(ids) == vocabulary[last] >= len(by_text.tokenizer)
+    by_ids = LongContextScorer(str(tmp_path), **options, token_column="ids")
+    assert by_ids([{"ids": ids}]) == by_text([{"text": text}])
+    assert "integers from 0 to" in by_ids([{"ids": [vocabulary[last] + 1]}])[0]["error"]
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_no_fault_of_the_documents(model_dir, tmp_path):
