@@ -139,7 +139,8 @@ class CorpusFiles:
     ) -> Iterator[tuple[int, Callable[[], Mapping[str, Any]]]]:
         """Yield the number of each wanted row, and a function that returns its columns or raises a ``ValueError``."""
         if not is_text(file.name):
-            columns = [name.partition(".")[0] for name in _all_columns(self.columns)]
+            names = _all_columns(self.columns)
+            columns = [*names, *(name.partition(".")[0] for name in names)]  # a name may have dots itself
             yield from read_records(file, columns, wanted, row_group=part.row_group, first=part.first)
         elif wanted(0):
             content = read_document(file)
@@ -318,7 +319,7 @@ def _all_columns(columns: CorpusColumns) -> list[str]:
 def _column_type(schema: pyarrow.Schema, path: str, file: File) -> pyarrow.DataType:
     fields: Iterable[pyarrow.Field] = schema
     kind = None
-    for name in path.split("."):
+    for name in [path] if path in schema.names else path.split("."):
         kind = next((field.type for field in fields if field.name == name), None)
         if kind is None:
             raise ValueError(f"{file}: no column {path!r}. Its columns are {sorted(schema.names)}.")

@@ -104,6 +104,17 @@ def test_keys_and_columns(tmp_path):
     assert ref == DocumentRef("q", "b.jsonl", 0, {"year": "3", "meta.set": '["B"]'})
 
 
+def test_a_name_with_dots_may_be_that_of_a_column(tmp_path):
+    """As `datasets.Dataset.flatten` names the columns of nested fields."""
+    columns = CorpusColumns("page.text", "page.id", ("meta.set", "meta.year"))
+    table = {"page.text": ["x"], "page.id": ["k"], "meta.set": ["A"], "meta": [{"year": 3}]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    files = find_corpus([str(tmp_path)], columns)
+    assert files.column_types == {"meta.set": pyarrow.string(), "meta.year": pyarrow.int64()}
+    ((ref, text),) = files.read(files.parts[0], lambda _: True)
+    assert (ref, text) == (DocumentRef("k", "a.parquet", 0, {"meta.set": "A", "meta.year": 3}), "x")
+
+
 @pytest.mark.parametrize("column", ["m.n", "n"])
 def test_columns_that_are_missing_or_differ_between_files_are_refused(tmp_path, column):
     write_parquet(tmp_path / "a.parquet", ["x"], n=[1])
