@@ -5,6 +5,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,6 +119,9 @@ def _score_by_evaluator(
         for document in shown:
             text, name = document["text"][0], document["names"][0]
             scores = evaluator.scores(text, name=name, beta=beta)
+            if beta is not None:
+                # Complete scores of some documents, which an earlier run has stored, would give soft LongPPL of these.
+                scores = replace(scores, floor=beta)
             reusable = same and torch.equal(scores.token_ids, document["input_ids"][0])
             scored.append(_Scored(document, scores, scores.long if reusable else None))
     return scored
