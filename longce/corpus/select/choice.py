@@ -118,11 +118,15 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
         written = f"`where` = {config.where} or `sample_weight` = {config.sample_weight}"
         raise ValueError(f"{written} fails for a document ({first_line(error)}).") from error
     keep = "CREATE OR REPLACE TABLE chosen AS FROM"
+    if config.where is None:
+        _check_left(database, "No document has scores: the reasons are in the column `error`.")
+    _check_left(database, "No document meets the conditions: relax `where`. Without it, quantiles are printed.")
     if config.unique:
         database.execute(f'{keep} chosen ANTI JOIN ({_copies_query()}) AS copies USING ("{NUMBER}")')
     if config.top is not None:
         # NaN counts as missing.
         database.execute(f"{keep} chosen WHERE NOT isnan(rank_by)")
+        _check_left(database, f"No document that meets the conditions has a number in `rank_by` = {config.rank_by}.")
         count = int(config.top)
         if config.top <= 1:
             count = max(1, round(config.top * len(database.table("chosen"))))
@@ -130,8 +134,13 @@ def choose_documents(database: duckdb.DuckDBPyConnection, config: SelectConfig) 
     if config.sample is not None or config.sample_tokens is not None:
         _check_sample(database, config)
         database.execute(f"{keep} ({_sample_query(config)})")
+        reason = f"No document is drawn: the first one has more than `sample_tokens` = {config.sample_tokens}."
+        _check_left(database, f"{reason} Increase it, or draw from shorter documents.")
+
+
+def _check_left(database: duckdb.DuckDBPyConnection, reason: str) -> None:
     if not len(database.table("chosen")):
-        raise ValueError("No document meets the conditions: relax `where`. Without it, quantiles are printed.")
+        raise ValueError(reason)
 
 
 def _copies_query() -> str:
@@ -151,6 +160,8 @@ def _check_sample(database: duckdb.DuckDBPyConnection, config: SelectConfig) -> 
             f"`sample_weight` = {config.sample_weight} is {wrong[0][0]:g} for a document, and negative or not finite"
             f" for {len(wrong):,} of {len(chosen):,}: use for example `greatest({config.sample_weight}, 0)`."
         )
+    if not len(chosen.filter("sample_weight > 0")):
+        raise ValueError(f"No document can be drawn: `sample_weight` = {config.sample_weight} is 0 or null for all.")
     if config.sample_tokens is not None:
         unknown = len(chosen.filter("sample_tokens IS NULL OR isnan(sample_tokens)"))
         if unknown:

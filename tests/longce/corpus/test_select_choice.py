@@ -115,8 +115,28 @@ def test_each_option_keeps_what_a_loop_over_the_rows_keeps(
     if expected:
         assert choose(table, **options) == expected
     else:
-        with pytest.raises(ValueError, match="No document meets the conditions"):
+        with pytest.raises(ValueError, match="No document "):
             choose(table, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"where": "tokens > 1000"}, "`where`"),
+        ({"where": "tokens > 1000", "top": 2, "rank_by": "nothing"}, "`where`"),
+        ({"top": 2, "rank_by": "nothing"}, "`rank_by` = nothing"),
+        ({"sample": 2, "sample_weight": "nothing"}, "`sample_weight` = nothing"),
+        ({"sample": 2, "sample_weight": "0 * tokens"}, r"`sample_weight` = 0 \* tokens"),
+        ({"sample_tokens": 1}, "`sample_tokens` = 1"),
+    ],
+)
+def test_what_leaves_no_document_is_named(options, named):
+    table = documents(5, nothing=np.nan).assign(tokens=2)
+    with pytest.raises(ValueError, match=f"^No document .*{named}") as caught:
+        choose(table, **options)
+    assert ("`where`" in str(caught.value)) == ("where" in options)
+    with pytest.raises(ValueError, match="column `error`"):
+        choose(table.assign(error="broken"))
 
 
 def documents(count, **columns):
