@@ -30,9 +30,9 @@ def join(entries: Sequence[Measured]) -> Models:
     """Join the values of the same models.
 
     Models are the same if their names are equal, or if one name is the last component of exactly one other name
-    (``Qwen2-7B`` and ``/models/Qwen2-7B``), and if no file has other weights, dtype, tokenizer or attention under that
-    name. Values measured with different settings get different names: LongPPL by two evaluators is two metrics, and
-    the names contain what differs.
+    (``Qwen2-7B`` and ``/models/Qwen2-7B``) or a path to the same weights, and if no file has other weights, dtype,
+    tokenizer or attention under that name. Values measured with different settings get different names: LongPPL by two
+    evaluators is two metrics, and the names contain what differs.
     """
     models = _name_models(entries)
     differing = _find_differing_settings(entries)
@@ -88,7 +88,13 @@ def _name_models(entries: Sequence[Measured]) -> list[str]:
 
     Models of one name but different content or numerics are told apart by what differs.
     """
-    full = [_trim_name(entry.model) for entry in entries]
+    full: list[str] = []
+    known_as: dict[tuple[str, str], str] = {}  # by last component and content: a folder may be given by several paths
+    for entry in entries:
+        name = _trim_name(entry.model)
+        if entry.provenance is not None and entry.provenance.identity:
+            name = known_as.setdefault((name.rpartition("/")[2], entry.provenance.identity), name)
+        full.append(name)
     shared = Counter(name.rpartition("/")[2] for name in set(full) if "/" in name)
     names = []
     versions: dict[str, set[Any]] = defaultdict(set)

@@ -125,6 +125,17 @@ def test_models_of_one_name_but_different_content_or_numerics_are_different(chan
         join([one, other, unknown])
 
 
+def test_a_model_may_be_given_by_several_paths():
+    def names(first, second):
+        entries = (("models/M", "longppl", first), ("./models/M", "score", second))
+        return set(join([measured(path, {name: 1.0})._replace(provenance=of) for path, name, of in entries]).values)
+
+    assert names(provenance(), provenance()) == {"M"}
+    assert names(provenance(), provenance(identity="sha256:" + 64 * "b")) == {"models/M", "./models/M"}
+    in_training = provenance(identity="")
+    assert names(in_training, in_training) == {"models/M", "./models/M"}
+
+
 def change_models(file, **changed):
     """Write the records of a file again, as of a model that differs in this."""
     write_records(file, [record._replace(model=record.model._replace(**changed)) for record in read_records(file)])
