@@ -1,5 +1,6 @@
 """Bad input through the command line: status 2, no traceback, and words that say what is wrong."""
 
+import gzip
 import json
 import os
 import shutil
@@ -248,6 +249,14 @@ def test_score_files(model_dir, tmp_path):
 def test_files_of_records_are_not_shown_as_text(place, model_dir):
     words = ["inspect", place / "good.jsonl", "--evaluator", model_dir, "--model", model_dir]
     assert "good.jsonl' contains records, not one text" in refused(*words)
+
+
+def test_a_compressed_text_is_shown_by_its_row(tmp_path, model_dir):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a text"))
+    words = ["inspect", tmp_path / "a.txt.gz", "--evaluator", model_dir]
+    assert "a.txt.gz' is compressed: choose a document with `--row`" in refused(*words)
+    longce(*words, "--row", "0", "--output", tmp_path / "a.html")
+    assert (tmp_path / "a.html").is_file()
 
 
 def test_files_that_are_scored_twice(place, model_dir, evaluator_dir, tmp_path):

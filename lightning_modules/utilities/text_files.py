@@ -10,10 +10,12 @@ def read_text(file: str, *, may_be_blank: bool = False) -> str:
     """Read a UTF-8 text file; raise a ``ValueError`` that explains the problem if it cannot be scored."""
     if not os.path.isfile(file):
         raise ValueError(f"No file {file!r:.300}: pass UTF-8 text files, one document each.")
-    if Path(file).suffix.lower() in (".json", ".jsonl", ".parquet"):
+    suffix = Path(file).suffix.lower()
+    if suffix in (".json", ".jsonl", ".parquet", ".gz", ".zst"):
+        reason = "is compressed" if suffix in (".gz", ".zst") else "contains records, not one text"
         raise ValueError(
-            f"'{file}' contains records, not one text: choose one with `--row`, or score all of them with"
-            " `longce score` or `longce corpus score`."
+            f"'{file}' {reason}: choose a document with `--row`, or score all of them with `longce score` or `longce"
+            " corpus score`."
         )
     content = Path(file).read_bytes()
     try:
