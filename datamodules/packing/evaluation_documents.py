@@ -215,7 +215,7 @@ def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, len
     row = make_row(tokens, np.array([len(tokens)]))
     if tokenizer is None:
         return row
-    text, offsets = TokenCharacters(tokenizer)(row["input_ids"])
+    text, offsets = TokenCharacters(tokenizer).decode_document(row["input_ids"])
     return {**row, "text": text, "offsets": offsets, "name": document.name, "set": "", "special_tokens": False}
 
 

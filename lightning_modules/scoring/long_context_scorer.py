@@ -202,7 +202,7 @@ class LongContextScorer:
         tokens = drop_end_tokens(tokens, self.tokenizer)
         if len(tokens) == 0:
             return EncodedDocument(None, f"{LEFT_OUT}it has only special tokens")
-        text, offsets = characters(tokens)
+        text, offsets = characters.decode_document(tokens)
         document = EncodedDocument(None, None, text_sha256(text), shorten_text(text))
         count = len(tokens)
         kept = count if self.max_tokens is None else min(count, self.max_tokens)

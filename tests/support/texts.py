@@ -3,7 +3,7 @@
 import random
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lightning_modules.batch import with_scored
@@ -147,3 +147,22 @@ def pad_documents(rows):
         for name in ("input_ids", "labels", "position_ids", "offsets")
     }
     return with_scored(padded | {name: [row[name][0] for row in rows] for name in ("document_boundaries", "text")})
+
+
+def sentencepiece_like(corpus):
+    """Like Llama-2's: unknown characters become bytes, and decoding drops the first space."""
+    letters = sorted(set("".join(corpus)) - {" "})
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, "▁a", "an", "▁an"]
+    model = models.BPE(
+        {token: index for index, token in enumerate(dict.fromkeys(vocabulary))},
+        [("▁", "a"), ("a", "n"), ("▁", "an")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")

@@ -34,7 +34,7 @@ class TokenCharacters:
         for token in specification["added_tokens"]:
             if token["special"]:
                 self._bytes[token["id"]] = b""
-        # The tokenizer's decoder may drop a space at the start.
+        # The tokenizer's decoder may drop a space at the start, which the tokenizer puts before a text.
         ids = tokenizer.backend_tokenizer.encode(_SAMPLE, add_special_tokens=False).ids
         expected = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=True)
         found, _ = self(torch.tensor(ids, dtype=torch.int64))
@@ -44,6 +44,7 @@ class TokenCharacters:
                 f" '{found}'), so an evaluator with another tokenizer cannot compute their weights: choose one with"
                 " the same tokenizer."
             )
+        self._adds_space = found == f" {expected}"
 
     def __call__(self, ids: Tensor) -> tuple[str, Tensor]:
         """Return the text of ``[N]`` token ids, and the ``[N, 2]`` int64 character span of each token in it.
@@ -67,6 +68,20 @@ class TokenCharacters:
         last = of_byte[np.maximum(ends, 1) - 1]
         stop = np.where(lengths > 0, before[np.minimum(last + 1, len(code))], start)
         return code[whole].tobytes().decode("utf-32-le"), torch.from_numpy(np.stack([start, stop], axis=1))
+
+    def decode_document(self, ids: Tensor) -> tuple[str, Tensor]:
+        """Return text and spans of a whole document, without the space that some tokenizers put before a text.
+
+        They are those that the tokenizer gives for its text, so that an evaluator reads the same text and tokens.
+        """
+        text, offsets = self(ids)
+        if not self._adds_space or text[:1] != " " or len(text) == 1:
+            return text, offsets
+        start, stop = offsets.unbind(-1)
+        # A token of the space alone has the first character, as from the tokenizer.
+        first_stop = (stop > start).long()
+        spans = torch.stack([(start - 1).clamp(min=0), torch.maximum(stop - 1, first_stop)], dim=1)
+        return text[1:], spans
 
 
 def drop_end_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:

@@ -1,9 +1,12 @@
+import numpy as np
 import pytest
+import torch
 
 from datamodules.packing.evaluation_documents import DocumentDataset
 from datamodules.sources.documents import Document
 from lightning_modules.batch import IGNORE_INDEX
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
+from tests.support.texts import sentencepiece_like
 
 TEXT = "the cat: naïve café, 日本 and 🙂 smiles\n"
 
@@ -27,6 +30,18 @@ def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
         assert decoded == text[start:end] or "\ufffd" in decoded  # a token may be a part of a character
     if length is None:
         assert text == TEXT == tokenizer.decode(row["input_ids"])
+
+
+def test_token_ids_have_the_text_that_they_were_made_of(corpus):
+    """The tokenizer puts a space before a text, with which an evaluator would read other tokens."""
+    tokenizer = sentencepiece_like(corpus)
+    ids = np.array(tokenizer.backend_tokenizer.encode(TEXT).ids)
+    documents = [Document("text", TEXT), Document("ids", "", tokens=ids)]
+    rows = DocumentDataset(documents, tokenizer, length=None)
+    by_text, by_ids = rows[0], rows[1]
+    assert by_ids["text"] == by_text["text"] == TEXT
+    for name in ("input_ids", "offsets", "labels"):
+        assert torch.equal(by_ids[name], by_text[name])
 
 
 def test_special_tokens_stand_for_no_characters(bos_eos_tokenizer):

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from lightning_modules.scoring import long_context_scorer
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
@@ -15,6 +16,7 @@ from lightning_modules.scoring.token_scores import shorten_text
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
 from tests.conftest import make_text, tiny_model
+from tests.support.texts import sentencepiece_like
 
 SIZES = {"context_length": 16, "stride": 8}
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
@@ -158,6 +160,14 @@ def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
     assert [row["tokens"] for row in wrong] == [None] * 7
     reasons = ["are null", "left out", "integers", "integers", "integers", "integers", "cannot be used"]
     assert all(reason in row["error"] for row, reason in zip(wrong, reasons, strict=True))
+
+
+def test_token_ids_have_the_hash_of_their_text_without_the_space_before_it(tmp_path, corpus):
+    sentencepiece_like(corpus).save_pretrained(tmp_path)
+    by_text = LongContextScorer(str(tmp_path)).encode("an an")
+    by_ids = LongContextScorer(str(tmp_path), token_column="ids").encode_tokens(by_text.batch["input_ids"][0])
+    assert (by_ids.text_hash, by_ids.first_words) == (by_text.text_hash, by_text.first_words)
+    assert torch.equal(by_ids.batch["offsets"], by_text.batch["offsets"])
 
 
 def test_token_ids_of_a_vocabulary_that_skips_ids(model_dir, tmp_path):

@@ -2,33 +2,15 @@ import copy
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.recall import recall_tokenizer
 from lightning_modules.models.tokenization.detokenization import TokenCharacters, token_texts
 from tests.conftest import make_text
+from tests.support.texts import sentencepiece_like
 
 TEXT = "Über naïve cafés, 日本語 🙂🙃 and ba\n ce; e\u0301"
-
-
-def sentencepiece_like(corpus):
-    """Like Llama-2's: unknown characters become bytes, and decoding drops the first space."""
-    letters = sorted(set("".join(corpus)) - {" "})
-    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *letters, "▁a", "an", "▁an"]
-    model = models.BPE(
-        {token: index for index, token in enumerate(dict.fromkeys(vocabulary))},
-        [("▁", "a"), ("a", "n"), ("▁", "an")],
-        unk_token="<unk>",
-        byte_fallback=True,
-        fuse_unk=True,
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
 def token_bytes(tokenizer, ids):
@@ -69,6 +51,17 @@ def test_every_stretch_of_tokens_matches_a_walk_over_the_characters(kind, tokeni
             assert found == expected
             for token, span in enumerate(offsets.tolist(), start=low):
                 assert tuple(span) == spans.get(token, (span[0], span[0]))
+
+
+@pytest.mark.parametrize("text", [TEXT, "日本 an", " an", "\nan", "an", " "])
+def test_a_document_has_the_characters_that_its_text_has(text, tokenizer, corpus):
+    for each in (tokenizer, sentencepiece_like(corpus)):
+        encoding = each.backend_tokenizer.encode(text, add_special_tokens=False)
+        found, offsets = TokenCharacters(each).decode_document(
+            torch.tensor([0 if each is tokenizer else 1, *encoding.ids])
+        )
+        assert found == text
+        assert [tuple(span) for span in offsets.tolist()] == [(0, 0), *encoding.offsets]
 
 
 def test_tokens_that_share_characters(corpus):
