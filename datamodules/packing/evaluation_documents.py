@@ -23,7 +23,11 @@ from lightning_modules.models.tokenization.chat_templates import (
     rendered_chat,
     tokenize_chats,
 )
-from lightning_modules.models.tokenization.detokenization import TokenCharacters, drop_end_tokens
+from lightning_modules.models.tokenization.detokenization import (
+    TokenCharacters,
+    count_start_tokens,
+    drop_end_tokens,
+)
 from lightning_modules.models.tokenization.tokenizer import encode_document, vocabulary_size
 
 
@@ -204,7 +208,8 @@ def chat_row(
 def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, length: int | None) -> Row:
     """Make a sequence from token ids; with a tokenizer, include the text that they decode to.
 
-    A special token at the end is omitted, as for a text; without a tokenizer it is not known which ids are special.
+    Special tokens at the start are not scored and those at the end are omitted, as for a text; without a tokenizer it
+    is not known which ids are special.
     """
     assert document.tokens is not None
     tokens = document.tokens
@@ -215,6 +220,7 @@ def token_row(document: Document, tokenizer: PreTrainedTokenizerFast | None, len
     row = make_row(tokens, np.array([len(tokens)]))
     if tokenizer is None:
         return row
+    row["labels"][: count_start_tokens(row["input_ids"], tokenizer)] = IGNORE_INDEX
     text, offsets = TokenCharacters(tokenizer).decode_document(row["input_ids"])
     return {**row, "text": text, "offsets": offsets, "name": document.name, "set": "", "special_tokens": False}
 

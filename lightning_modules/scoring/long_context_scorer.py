@@ -9,13 +9,17 @@ import pyarrow
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from lightning_modules.batch import PackedBatch, batch_to, pack_sequence, stack_documents
+from lightning_modules.batch import IGNORE_INDEX, PackedBatch, batch_to, pack_sequence, stack_documents
 from lightning_modules.functional.checks import check_count
 from lightning_modules.functional.equations import check_gamma, check_thresholds
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_scorer
-from lightning_modules.models.tokenization.detokenization import TokenCharacters, drop_end_tokens
+from lightning_modules.models.tokenization.detokenization import (
+    TokenCharacters,
+    count_start_tokens,
+    drop_end_tokens,
+)
 from lightning_modules.models.tokenization.tokenizer import encode_document, load_tokenizer
 from lightning_modules.scoring.config import tokenizer_name
 from lightning_modules.scoring.context_lengths import ContextLengths
@@ -71,7 +75,7 @@ class LongContextScorer:
             digits.
         text_column: Name of the column with the text. It is not returned.
         token_column: Name of a column with lists of the model's token ids, in place of a text. Their text is decoded
-            for hash, first words and character offsets. A special token at the end is not scored.
+            for hash, first words and character offsets. Special tokens at the start and the end are not scored.
         tokenizer: Hub id or local folder of the tokenizer; by default the model's.
         add_special_tokens: Whether the tokenizer adds special tokens to each document.
         device: Device such as ``cuda:0`` or ``cpu``; ``auto`` is the first GPU, or the CPU.
@@ -210,6 +214,9 @@ class LongContextScorer:
             return replace(document, error=f"{LEFT_OUT}{count} tokens exceed `max_tokens` = {self.max_tokens}")
         offsets = offsets[:kept]
         batch = pack_sequence([tokens[:kept]])
+        start = count_start_tokens(tokens[:kept], self.tokenizer)
+        batch["labels"][:, :start] = IGNORE_INDEX
+        batch["scored"][:, :start] = False
         batch |= {"text": [text[: int(offsets.max())]], "offsets": offsets.unsqueeze(0), "names": ["document"]}
         return replace(document, batch=batch, truncated=kept < count)
 

@@ -41,7 +41,7 @@ class CorpusConfig(LoadingOptions):
             token, as lists of this type.
         text_column: Column or field of the text; dots reach into nested fields.
         token_column: Column or field with a list of token ids of the model's tokenizer, instead of a text. They are
-            scored unchanged, except for a special token at the end.
+            read unchanged; special tokens at the start are not scored, and those at the end are left out.
         key_column: Column or field of the document's key; by default the key is file name and row number.
         columns: Further columns to copy to the scores. Values of JSON lines become text.
         max_tokens: Maximum number of tokens of a document.

@@ -86,9 +86,23 @@ class TokenCharacters:
 
 def drop_end_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return ``[N]`` token ids without the special tokens at their end, such as end of text, which a text has not."""
-    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids, dtype=ids.dtype))
-    ordinary = (~special).nonzero()
+    ordinary = (~_is_special(ids, tokenizer)).nonzero()
     return ids[: int(ordinary[-1]) + 1] if len(ordinary) else ids[:0]
+
+
+def count_start_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the number of special tokens at the start of ``[N]`` token ids: like those before a text, never scored."""
+    ordinary = (~_is_special(ids, tokenizer)).nonzero()
+    return int(ordinary[0]) if len(ordinary) else len(ids)
+
+
+def _is_special(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    roles = tokenizer.special_tokens_map
+    # The unknown token represents text, unless it is also that of another role, as in GPT-2.
+    if tokenizer.unk_token not in [token for role, token in roles.items() if role != "unk_token"]:
+        special.discard(tokenizer.unk_token_id)
+    return torch.isin(ids, torch.tensor(sorted(special), dtype=ids.dtype))
 
 
 def token_texts(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:

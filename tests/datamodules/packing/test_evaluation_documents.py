@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 
 from datamodules.packing.evaluation_documents import DocumentDataset
 from datamodules.sources.documents import Document
@@ -32,14 +33,18 @@ def test_text_is_exactly_that_of_the_kept_tokens(byte_tokenizer, length):
         assert text == TEXT == tokenizer.decode(row["input_ids"])
 
 
-def test_token_ids_have_the_text_that_they_were_made_of(corpus):
+@pytest.mark.parametrize("special", [False, True])
+def test_token_ids_have_the_text_that_they_were_made_of(special, corpus):
     """The tokenizer puts a space before a text, with which an evaluator would read other tokens."""
     tokenizer = sentencepiece_like(corpus)
-    ids = np.array(tokenizer.backend_tokenizer.encode(TEXT).ids)
+    around = processors.TemplateProcessing(single="<s> </s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = around
+    ids = np.array(tokenizer.backend_tokenizer.encode(TEXT, add_special_tokens=special).ids)
     documents = [Document("text", TEXT), Document("ids", "", tokens=ids)]
-    rows = DocumentDataset(documents, tokenizer, length=None)
+    rows = DocumentDataset(documents, tokenizer, length=None, add_special_tokens=special)
     by_text, by_ids = rows[0], rows[1]
     assert by_ids["text"] == by_text["text"] == TEXT
+    assert by_ids["labels"].eq(IGNORE_INDEX).sum() == (2 if special else 1)
     for name in ("input_ids", "offsets", "labels"):
         assert torch.equal(by_ids[name], by_text[name])
 

@@ -9,6 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from tokenizers import processors
 
 from lightning_modules.scoring import long_context_scorer
 from lightning_modules.scoring.long_context_scorer import LongContextScorer
@@ -162,12 +163,18 @@ def test_token_ids_have_the_scores_of_their_text(model_dir, overlong):
     assert all(reason in row["error"] for row, reason in zip(wrong, reasons, strict=True))
 
 
-def test_token_ids_have_the_hash_of_their_text_without_the_space_before_it(tmp_path, corpus):
-    sentencepiece_like(corpus).save_pretrained(tmp_path)
-    by_text = LongContextScorer(str(tmp_path)).encode("an an")
+@pytest.mark.parametrize("special", [False, True])
+def test_token_ids_have_the_hash_of_their_text_and_the_same_scored_tokens(special, tmp_path, corpus):
+    tokenizer = sentencepiece_like(corpus)  # which puts a space before a text
+    before = processors.TemplateProcessing(single="<s> </s> $A", special_tokens=[("<s>", 1), ("</s>", 2)])
+    tokenizer.backend_tokenizer.post_processor = before
+    tokenizer.save_pretrained(tmp_path)
+    by_text = LongContextScorer(str(tmp_path), add_special_tokens=special).encode("an an")
     by_ids = LongContextScorer(str(tmp_path), token_column="ids").encode_tokens(by_text.batch["input_ids"][0])
     assert (by_ids.text_hash, by_ids.first_words) == (by_text.text_hash, by_text.first_words)
-    assert torch.equal(by_ids.batch["offsets"], by_text.batch["offsets"])
+    for name in ("offsets", "labels"):
+        assert torch.equal(by_ids.batch[name], by_text.batch[name])
+    assert (by_ids.batch["scored"] == by_text.batch["scored"]).all()
 
 
 def test_token_ids_of_a_vocabulary_that_skips_ids(model_dir, tmp_path):

@@ -6,7 +6,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from datamodules.recall import recall_tokenizer
-from lightning_modules.models.tokenization.detokenization import TokenCharacters, token_texts
+from lightning_modules.models.tokenization.detokenization import (
+    TokenCharacters,
+    count_start_tokens,
+    drop_end_tokens,
+    token_texts,
+)
 from tests.conftest import make_text
 from tests.support.texts import sentencepiece_like
 
@@ -87,6 +92,20 @@ def test_special_tokens_stand_for_no_character(tokenizer):
     assert text == piece * 2
     n = len(piece)
     assert offsets.tolist() == [[0, 0], [0, n], [n, n], [n, 2 * n]]
+
+
+def test_special_tokens_around_a_document(tokenizer, other_tokenizer):
+    ids = torch.tensor([0, 1, 5, 0, 6, 1, 1])
+    assert count_start_tokens(ids, tokenizer) == 2
+    assert drop_end_tokens(ids, tokenizer).tolist() == [0, 1, 5, 0, 6]
+    assert count_start_tokens(ids[:2], tokenizer) == 2
+    assert drop_end_tokens(ids[:2], tokenizer).tolist() == []
+    unknown = torch.tensor([0, 5, 0, 1])  # of characters that the tokenizer does not know
+    assert count_start_tokens(unknown, other_tokenizer) == 0
+    assert drop_end_tokens(unknown, other_tokenizer).tolist() == [0, 5, 0]
+    both = copy.deepcopy(tokenizer)
+    both.unk_token = "</s>"  # as in GPT-2
+    assert drop_end_tokens(ids, both).tolist() == [0, 1, 5, 0, 6]
 
 
 def test_words_of_a_tokenizer_without_a_decoder():
