@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 3
+FORMAT = 4
 """Version of the files. Increase it with any change to their content or to how the weights are computed."""
 
 HEADER = "header.json"

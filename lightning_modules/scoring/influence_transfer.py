@@ -72,7 +72,7 @@ class InfluenceTransfer:
         ids = batch["input_ids"].cpu()
         for row, boundaries in enumerate(batch["document_boundaries"]):
             for start, stop in pairwise(boundaries):
-                text, offsets = self.characters(ids[row, start:stop])  # offsets: [N, 2]
+                text, offsets = self.characters.decode_document(ids[row, start:stop])  # offsets: [N, 2]
                 if not text.strip():
                     continue
                 encoded = encode_text(

@@ -115,7 +115,7 @@ def test_weights_of_an_earlier_format_are_refused_with_a_remedy(tmp_path, rows):
     writer(tmp_path / "w", rows)
     header = tmp_path / "w" / HEADER
     header.write_text(json.dumps({**json.loads(header.read_text()), "format": 2}))
-    with pytest.raises(ValueError, match=r"format 3\. Delete the folder.*`--output`"):
+    with pytest.raises(ValueError, match=r"format 4\. Delete the folder.*`--output`"):
         writer(tmp_path / "w", rows)
 
 

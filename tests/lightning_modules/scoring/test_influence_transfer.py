@@ -9,14 +9,17 @@ from tokenizers import processors
 from datamodules.packing.packing import pack_documents
 from datamodules.packing.sequences import PackedRowDataset, collate_rows
 from lightning_modules.batch import pack_sequence
+from lightning_modules.functional import transfer_influence
 from lightning_modules.functional.windows import ShortContext
 from lightning_modules.models.loading.config import ModelConfig
 from lightning_modules.models.loading.load import load_backbone
 from lightning_modules.models.tokenization.detokenization import TokenCharacters
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer
 from lightning_modules.scoring.influence_transfer import InfluenceTransfer, compute_influence, have_same_ids
+from lightning_modules.scoring.scored_model import score_text
 from tests.conftest import make_text, metaspace_tokenizer
 from tests.support import reference
+from tests.support.texts import sentencepiece_like
 
 SHORT = ShortContext(24, 8)
 TEXTS = [make_text(90, 1), make_text(4, 2), f"Ünïcode 日本語 🙂 {make_text(80, 3)} 日本語 🙂", make_text(100, 4)]
@@ -61,6 +64,20 @@ def test_weights_of_another_tokenizer_match_a_walk_over_the_characters(evaluator
                 torch.testing.assert_close(found[row, start:stop].double(), expected, rtol=1e-4, atol=1e-5)
                 moved += int((expected != 1).sum())
     assert moved > 100
+
+
+def test_a_document_is_read_without_the_space_that_its_tokenizer_puts_before_it(evaluator_dir, corpus):
+    judge = load_backbone(ModelConfig(str(evaluator_dir))).double()
+    tokenizer = sentencepiece_like(corpus)
+    other = metaspace_tokenizer(corpus)
+    encoding = tokenizer.backend_tokenizer.encode(TEXTS[0])
+    transfer = InfluenceTransfer(TokenCharacters(tokenizer), other, add_special_tokens=False)
+    batch = pack_sequence([torch.tensor([*encoding.ids, 2])])
+    found = transfer.compute_influence(batch, judge, SHORT, gamma=4.0)[0]
+    scores = score_text(TEXTS[0], judge, other, SHORT, add_special_tokens=False)
+    expected = transfer_influence(scores.soft_influence(gamma=4.0), scores.offsets, torch.tensor(encoding.offsets))
+    torch.testing.assert_close(found, torch.cat([expected, torch.ones(1)]).float())
+    assert (expected > 1).any()
 
 
 def slow_transfer(ids, tokenizer, judge, other, special):
