@@ -69,6 +69,19 @@ def test_a_document_has_the_characters_that_its_text_has(text, tokenizer, corpus
         assert [tuple(span) for span in offsets.tolist()] == [(0, 0), *encoding.offsets]
 
 
+def test_a_space_that_the_decoder_keeps_is_no_part_of_a_document_either(tokenizer):
+    """As of RoBERTa with `add_prefix_space`."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.post_processor = None
+    encoding = backend.encode(TEXT)
+    assert backend.decode(encoding.ids) == f" {TEXT}"
+    characters = TokenCharacters(PreTrainedTokenizerFast(tokenizer_object=backend))
+    found, offsets = characters.decode_document(torch.tensor(encoding.ids))
+    assert found == TEXT
+    assert [tuple(span) for span in offsets.tolist()] == encoding.offsets
+
+
 def test_tokens_that_share_characters(corpus):
     """Byte-pair merges across characters: a token may end one and begin the next."""
     backend = Tokenizer(models.BPE())
