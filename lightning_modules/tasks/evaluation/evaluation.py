@@ -216,8 +216,11 @@ class AnswerStore:
         return replace(answer, model=self.model, setting=self.setting, task_code=task_code)
 
     def _read_file(self, file: Path) -> list[Answer]:
-        answers = read_answers(file)
-        for answer in answers:
+        answers = []
+        for stored in read_answers(file):
+            # The folder of a model may have moved, or be given by another path.
+            answer = replace(stored, model=stored.model._replace(name=self.model.name))
+            answers.append(answer)
             if (answer.model, answer.setting) != (self.model, self.setting):
                 check_same_settings(file, answer.settings, self.identify(answer).settings)
             if answer.task in self._task_codes:

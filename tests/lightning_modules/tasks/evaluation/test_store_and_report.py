@@ -106,6 +106,14 @@ def test_an_evaluation_that_began_at_the_same_time_with_other_settings_is_refuse
         add(other, GRID[1:2], 1, 2)
 
 
+def test_answers_are_those_of_a_model_wherever_its_folder_is(tmp_path):
+    add(AnswerStore(tmp_path, MODEL, SETTING), GRID[:1], 0, 2)
+    moved = AnswerStore(tmp_path, MODEL._replace(name="./moved"), SETTING)
+    add(moved, GRID[1:2], 1, 2)
+    assert [answer.key for answer in moved.read()] == [answer.key for answer in GRID[:2]]
+    assert {answer.model.name for answer in moved.read()} == {"./moved"}, "they are one evaluation"
+
+
 def test_answers_of_other_code_of_a_task_are_refused(tmp_path):
     first = AnswerStore(tmp_path, MODEL, SETTING, {"niah": "", "own": "sha256:1"})
     add(first, [result("own"), result("niah")])
