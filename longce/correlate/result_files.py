@@ -163,7 +163,9 @@ def _summarize_records(file: Path, records: Sequence[Record]) -> Measured:
     for name in ("texts", "add_special_tokens"):
         of_text[name] = measured[name]
     of_text |= model.numerics._asdict()
-    settings = of_text | measured
+    key_tokens = describe_key_tokens(measured, first.evaluator.provenance)
+    # A folder may be given by several paths; the settings also have the evaluator's content.
+    settings = of_text | measured | {"evaluator": Path(first.evaluator.name).name}
     without_thresholds = dict(settings)
     for name in ("alpha", "beta", "key_token_rule"):
         del without_thresholds[name]
@@ -171,7 +173,6 @@ def _summarize_records(file: Path, records: Sequence[Record]) -> Measured:
     values = {name: Value(getattr(total, name), depends_on.get(name, settings)) for name in UNITS}
     if not total.soft_weight:  # unknown, such as by `--key_tokens_only`
         del values["longppl_soft"]
-    key_tokens = describe_key_tokens(settings, first.evaluator.provenance)
     return Measured(str(file), model.name, values, model.provenance, key_tokens, model.numerics)
 
 

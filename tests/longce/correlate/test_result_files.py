@@ -11,9 +11,10 @@ from lightning_modules.scoring.records import write_records
 from lightning_modules.tasks.evaluation.answers import ANSWERS_FILE, Setting, write_answers
 from lightning_modules.tasks.harness.results import SETS
 from lightning_modules.tasks.questions.registry import GROUPS
+from longce.correlate.joining import join
 from longce.correlate.result_files import is_perplexity, read_results
 from tests.support.answers import make_answers, write_evaluation, write_harness
-from tests.support.records import MODEL, make_record
+from tests.support.records import EVALUATOR, MODEL, make_record
 
 
 def numbers(entry):
@@ -71,7 +72,7 @@ def test_records_of_score(tmp_path):
     assert (entry.provenance, entry.numerics) == (MODEL.provenance, MODEL.numerics)
     assert (entry.values["longppl"].number, entry.values["perplexity"].number) == pytest.approx((2.0, 3.5))
     assert math.isnan(other.values["longppl"].number)
-    assert entry.values["longppl"].settings["evaluator"] == "hub/E"
+    assert entry.values["longppl"].settings["evaluator"] == "E"
     assert "evaluator" not in entry.values["perplexity"].settings
     assert "longppl_soft" not in entry.values, "its sums are unknown"
     sums = records[0].sums._replace(soft_weight=2.0, soft_nll=2 * math.log(7))
@@ -87,6 +88,18 @@ def test_records_of_score(tmp_path):
     write_records(file, records)
     (renamed,) = read_results([f"other={file}"])
     assert renamed.model == "other"
+
+
+def test_an_evaluator_may_be_given_by_several_paths(tmp_path):
+    for number, name in enumerate(["models/E", "./models/E", "other/E"]):
+        identity = EVALUATOR.identity if name != "other/E" else "sha256:e"
+        evaluator = EVALUATOR._replace(name=name, identity=identity)
+        model = MODEL._replace(name=f"m{number}", identity=f"sha256:{number}")
+        record = make_record("a.txt", 2.0, 3.5, model=model, evaluator=evaluator)
+        write_records(tmp_path / f"{number}.parquet", [record])
+    files = [str(tmp_path / f"{number}.parquet") for number in range(3)]
+    assert "longppl" in join(read_results(files[:2])).names("metrics")
+    assert "longppl" not in join(read_results(files)).names("metrics")
 
 
 def test_results_of_evaluate(evaluation):
