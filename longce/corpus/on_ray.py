@@ -19,6 +19,7 @@ from lightning_modules.utilities.errors import IncompleteError
 from lightning_modules.utilities.progress import progress_bar
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_shard
+from longce.corpus.stop_flag import StopFlag
 from longce.corpus.writing import signals_stop
 
 RETRIES = 10
@@ -62,7 +63,7 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     )
     on_cpu = config.device == "cpu" or is_served(config.model) or not ray.cluster_resources().get("GPU")
     # It starts again elsewhere if its machine is lost, as tasks do.
-    stop = ray.remote(_Stop).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
+    stop = ray.remote(StopFlag).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote()
     gpus = 0 if on_cpu else 1
     task = ray.remote(_score_until_stopped).options(name="score_shard", num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
     running: dict[Any, int] = {}
@@ -83,21 +84,8 @@ def score_on_ray(files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
     return dict(total)
 
 
-class _Stop:
-    """Whether tasks must stop. Ray's `cancel` does not wait for their last writes, and not always for their reply."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-
-    def set(self) -> None:
-        self.wanted = True
-
-    def is_set(self) -> bool:
-        return self.wanted
-
-
 def _score_until_stopped(stop: Any, files: Sequence[str], config: CorpusConfig) -> dict[str, int]:
-    """Run `score_shard` in a task, and end it like Ctrl-C, which keeps finished documents, when `_Stop` is set."""
+    """Run `score_shard` in a task, and end it like Ctrl-C, which keeps finished documents, when the flag is set."""
     ended = threading.Event()
 
     def watch() -> None:

@@ -1,22 +1,18 @@
 """Run a function in several processes over gloo."""
 
-import multiprocessing
 import os
 import socket
 from datetime import timedelta
+from unittest import mock
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once, by the process that others are forked from: a child of its own would take five CPU seconds for them.
-PRELOADED = ["lightning.pytorch", "peft", "torchmetrics", "transformers", "callbacks", "datamodules"]
+from tests.support.forks import enter, forks, start
 
 
 def _entry(rank, environment, function, world_size, port, arguments):
-    os.environ.clear()
-    os.environ |= {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+    enter({**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     # Processes that do not do the same wait for each other: a failure, not a hang.
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=2))
     try:
@@ -27,9 +23,26 @@ def _entry(rank, environment, function, world_size, port, arguments):
 
 def run_distributed(function, *arguments, world_size=2):
     """``function(rank, world_size, *arguments)`` in each of ``world_size`` processes; its failure fails the test."""
+    forks()  # starts the server
+    passed = (dict(os.environ), function, world_size, find_port(), arguments)
+    mp.start_processes(_entry, args=passed, nprocs=world_size, start_method="forkserver")
+
+
+def run_like_torchrun(function, *arguments, log, world_size=2):
+    """``function(*arguments)`` in processes with the variables of torchrun, which write what they print to a file."""
+    variables = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_port())}
+    processes = []
+    for rank in range(world_size):
+        with mock.patch.dict(os.environ, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
+            processes.append(start(function, *arguments, out=log))
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * world_size, log.read_text()[-3000:]
+
+
+def find_port():
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    passed = (dict(os.environ), function, world_size, port, arguments)
-    mp.start_processes(_entry, args=passed, nprocs=world_size, start_method="forkserver")
+        return probe.getsockname()[1]

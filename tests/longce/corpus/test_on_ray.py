@@ -13,9 +13,11 @@ import pytest
 
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
+from longce.corpus.stop_flag import StopFlag
 from tests.conftest import make_text
+from tests.support import forks
+from tests.support.commands import longce, refused
 
-ROOT = Path(__file__).parents[3]
 # Workers of a priority as low as Ray's default wait for all other tests of a busy machine.
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",
@@ -42,18 +44,28 @@ def documents(tmp_path):
     return folder
 
 
-def start(documents, model_dir, output, *options):
+def corpus_score(documents, model_dir, output, num_shards):
     words = ["corpus", "score", str(documents), "--model", str(model_dir), "--output", str(output), "--shard_rows", "2"]
     words += [word for name, value in SETTINGS.items() for word in (f"--{name}", str(value))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "longce", *words, "--allowed_failures", "1", *options],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return [*words, "--allowed_failures", "1", "--engine", "ray", "--num_shards", str(num_shards)]
+
+
+def run_in_session(function, *arguments):
+    os.setsid()
+    function(*arguments)
+
+
+def start(folder, function, *arguments):
+    """Start a command in a session of its own, which prints to two files of a folder."""
+    for name in ("out", "err"):
+        (folder / name).write_text("")
+    return forks.start(run_in_session, function, *arguments, out=folder / "out", err=folder / "err")
+
+
+def score_after_an_error(wrong, command):
+    """Run two commands in one cluster, of which the first has an error that only a task finds."""
+    assert "no column 'no'" in refused(*wrong), "as of the local command"
+    longce(*command)
 
 
 def parts(output):
@@ -80,20 +92,29 @@ def tasks(command):
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_killed_processes_lose_nothing(documents, model_dir, tmp_path):
-    """Stopped by Ctrl-C and started again, with two of its processes killed, it has the rows of the local command."""
+def test_ctrl_c_and_a_killed_process_lose_nothing(documents, model_dir, tmp_path, monkeypatch):
+    """Stopped by Ctrl-C and started again, with one of its processes killed, it has the rows of the local command."""
     local = tmp_path / "local"
     settings = {**SETTINGS, "shard_rows": 2, "allowed_failures": 1.0}
     printed_locally = score_corpus([str(documents)], CorpusConfig(model=str(model_dir), output=str(local), **settings))
     output = tmp_path / "ray"
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    command = corpus_score(documents, model_dir, output, 3)
+    wrong = [
+        *corpus_score(documents, model_dir, tmp_path / "error", 1),
+        "--token_column",
+        "no",
+    ]  # tasks get all options
 
     # 1. Ctrl-C keeps finished documents and leaves no task.
-    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
-    while not parts(output) and process.poll() is None:
+    process = start(tmp_path, longce, *command)
+    while not parts(output) and process.is_alive():
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes of the command
-    _, err = process.communicate(timeout=180)  # tasks have 60 s to write
-    assert process.returncode == 130, err
+    process.join(180)  # tasks have 60 s to write
+    err = (tmp_path / "err").read_text()
+    assert process.exitcode == 130, err
     assert "finished documents are kept" in err
     assert "Traceback" not in err
     assert tasks(process) == []
@@ -101,22 +122,22 @@ def test_ctrl_c_and_killed_processes_lose_nothing(documents, model_dir, tmp_path
     assert set(output.rglob("*part-*")) == kept.keys()  # no file is half written
     assert 0 < len(rows(output)) < DOCUMENTS
 
-    # 2. The same command scores the others, although two of its processes are killed.
-    process = start(documents, model_dir, output, "--engine", "ray", "--num_shards", "3")
+    # 2. The same command scores the others, although one of its processes is killed.
+    process = start(tmp_path, score_after_an_error, wrong, command)
     killed = []
-    while len(killed) < 2 and process.poll() is None:
+    while not killed and process.is_alive():
         time.sleep(0.01)
-        begun = parts(output).keys() - kept.keys()
-        for task in tasks(process)[:1] if len(begun) > len(killed) else []:
+        for task in tasks(process)[:1] if parts(output).keys() - kept.keys() else []:
             os.kill(task, signal.SIGKILL)
             killed.append(task)
-    printed, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "err").read_text()
     assert killed
     assert rows(output) == rows(local)
     assert len(rows(output)) == DOCUMENTS
     assert [row["file"] for row in rows(output) if row["error"]] == ["2.parquet"]
-    counts = [line for line in printed.splitlines() if "documents with" in line]  # Ray reports lost processes
+    printed = (tmp_path / "out").read_text().splitlines()
+    counts = [line for line in printed if "documents with" in line]  # Ray reports lost processes
     assert counts == [printed_locally.replace(str(local), str(output))]
     assert kept.items() <= parts(output).items()
 
@@ -137,19 +158,14 @@ def test_a_wrong_address_is_an_error_that_names_it(address, documents, tmp_path,
         score_corpus([str(documents)], config)
 
 
-@pytest.mark.slow
-def test_an_error_of_the_settings_is_that_of_the_local_command(documents, model_dir, tmp_path):
-    options = ["--engine", "ray", "--num_shards", "1", "--token_column", "no"]  # tasks get all options
-    process = start(documents, model_dir, tmp_path / "out", *options)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert "no column 'no'" in err
-    assert "Traceback" not in err
-
-
 @pytest.mark.parametrize(
     "options", [{"engine": "ray"}, {"num_shards": 2}, {"engine": "ray", "num_shards": 2, "shard": "0/2"}]
 )
 def test_options_that_contradict_each_other_are_refused(options):
     with pytest.raises(ValueError, match="engine"):
         CorpusConfig(model="m", output="o", **options)
+
+
+def test_the_process_of_the_flag_needs_no_torch():
+    code = f"import sys, {StopFlag.__module__}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
