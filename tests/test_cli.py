@@ -20,6 +20,7 @@ from lightning_modules.long_context_lm import LongContextLM
 from lightning_modules.models import short_context
 from lightning_modules.models.tokenization.tokenizer import load_tokenizer, tokenizer_hash
 from longce.cli.lightning_cli import LongceCLI
+from tests.support import forks
 from tests.support.commands import longce, refused
 from tests.support.experiments import book_data, evaluator
 from tests.support.experiments import experiment as make_experiment
@@ -115,21 +116,20 @@ def test_a_saved_config_with_the_default_optimizer_can_be_read_again(experiment,
     assert "val/longppl" in capsys.readouterr().out
 
 
-KILLED = """
-import os, signal
-from datamodules.influence.writer import InfluenceWriter
-from longce.cli.main import main
-original = InfluenceWriter.write
-def write(self, *arguments):
-    original(self, *arguments)
-    if len(self.rows) - len(self.remaining()) == 3:
-        with (self.folder / "influence.bin").open("r+b") as file:
-            file.seek(int(self.rows.row(3)[0, 0]) * 2)
-            file.write(b"half a row")
-        os.kill(os.getpid(), signal.SIGKILL)
-InfluenceWriter.write = write
-main()
-"""
+def kill_in_the_fourth_row(words):
+    """Run a command that SIGKILL ends when it has written three rows of weights and half of another."""
+    original = InfluenceWriter.write
+
+    def write(self, *arguments):
+        original(self, *arguments)
+        if len(self.rows) - len(self.remaining()) == 3:
+            with (self.folder / "influence.bin").open("r+b") as file:
+                file.seek(int(self.rows.row(3)[0, 0]) * 2)
+                file.write(b"half a row")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    InfluenceWriter.write = write
+    longce(*words)
 
 
 @pytest.mark.slow
@@ -138,8 +138,9 @@ def test_stored_influence_survives_a_kill_and_trains_like_longce_without_short_p
 ):
     configs = ["-c", BASE, "-c", experiment]
     command = ["influence", *configs, "--evaluator", str(model_dir), "--output", str(tmp_path / "weights")]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=CONFIGS.parent, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed = forks.start(kill_in_the_fourth_row, command, out=tmp_path / "printed")
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
     stored = ["--data.influence", str(tmp_path / "weights"), "--model.objective", "StoredInfluence"]
     fit = ["fit", *configs, "--trainer.limit_val_batches", "0"]
     assert "incomplete: run the same" in refused(*fit, *stored)

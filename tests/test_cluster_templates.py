@@ -1,5 +1,6 @@
 """The shell scripts for clusters, with stubs of SLURM's commands and of torchrun."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from torch.distributed.run import get_args_parser
 
 import longce.cli.lightning_cli  # noqa: F401  takes seconds, which are not those of a test
 from longce.cli.main import main
+from tests.support import commands, forks
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "configs").glob("*.sh"))
@@ -74,6 +77,14 @@ wait
 """
 
 
+def start_node(number, words, port, folder):
+    """Start the process of a node."""
+    variables = {"NODE_RANK": str(number), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    variables["LONGCE_CACHE"] = str(folder / "cache")
+    with mock.patch.dict(os.environ, variables), contextlib.chdir(folder):
+        return forks.start(commands.longce, *words, out=folder / "log.txt")
+
+
 @pytest.mark.slow
 def test_a_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     with socket.socket() as found:
@@ -104,7 +115,15 @@ def test_a_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     (saved,) = (tmp_path / "runs/longce/test/checkpoints").glob("*step*.ckpt")
     step = int(saved.stem.rpartition("=")[2])
 
-    again = start(script, tmp_path, stubs, *options, "--trainer.max_steps", str(step + 2), **job)
-    assert again.wait(200) == 0, (tmp_path / "log.txt").read_text()
+    # Its next start has the same command, here without torchrun.
+    options += ["--trainer.max_steps", str(step + 2)]
+    recorded = {"scontrol": stubs["scontrol"]}
+    assert start(script, tmp_path, recorded, *options, **job).wait(60) == 0
+    words = (tmp_path / "words").read_text().splitlines()
+    words = words[words.index("longce") + 1 :]
+    nodes = [start_node(number, words, port, tmp_path) for number in (0, 1)]
+    for process in nodes:
+        process.join()
+    assert [process.exitcode for process in nodes] == [0, 0], (tmp_path / "log.txt").read_text()
     assert f"`max_steps={step + 2}` reached" in (tmp_path / "log.txt").read_text()
     assert (tmp_path / f"runs/longce/test/config-resumed-at-step-{step}.yaml").is_file()

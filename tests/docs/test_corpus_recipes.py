@@ -1,10 +1,11 @@
 """The recipes of docs/curate.md: an engine distributes the rows, and has the scores of the local command."""
 
+import contextlib
 import os
 import re
+import runpy
 import shutil
-import subprocess
-import sys
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -13,6 +14,7 @@ import pytest
 from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
 from tests.conftest import make_text
+from tests.support import forks
 from tests.support.pages import ROOT
 
 SETTINGS = {"context_length": 16, "stride": 8, "alpha": 0.5, "beta": -6.0, "dtype": "float32", "device": "cpu"}
@@ -22,7 +24,7 @@ SMALL = {
     '{"context_length": 4096, "max_tokens": 131072}': repr(SETTINGS),
     "context_length=4096, max_tokens=131072": WORDS,
     "num_gpus=1": "num_cpus=1",
-    "(1, 64)": "(1, 2)",
+    "(1, 64)": "(1, 1)",
     "tasks=64": "tasks=2",
 }
 NAMES = ("ray_data", "datatrove_step")
@@ -46,9 +48,10 @@ def test_an_engine_has_the_scores_of_the_local_command(name, model_dir, tmp_path
     assert re.search(r"llama|4096|131072|64", code) is None
     (tmp_path / "recipe.py").write_text(code)
     environment = {"OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "recipe.py"]
-    done = subprocess.run(run, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with mock.patch.dict(os.environ, environment), contextlib.chdir(tmp_path):
+        process = forks.start(runpy.run_path, "recipe.py", None, "__main__", out=tmp_path / "printed")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "printed").read_text()
     config = CorpusConfig(model=str(tmp_path / "model"), output=str(tmp_path / "local"), **SETTINGS)
     score_corpus([str(tmp_path / "corpus")], config)
     expected = pyarrow.parquet.read_table(tmp_path / "local").drop_columns(["key", "file", "row"])

@@ -1,19 +1,11 @@
-"""A corpus scored by one process and in shards, also killed on the way.
-
-`python -m tests.support.corpus_runs 5` tells of it.
-
-The processes are forked from one that has imported everything. The number is how many runs are killed by SIGKILL.
-"""
+"""A corpus scored by one process and in shards, also killed on the way."""
 
 import json
 import multiprocessing
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -29,9 +21,9 @@ DOCUMENTS = 60
 
 
 def prepare(folder):
-    """A model, and a corpus of documents of 0 to 90 words in parquet, JSON lines and text files, a few broken."""
+    """A model, and a corpus of documents of 0 to 40 words in parquet, JSON lines and text files, a few broken."""
     lengths = random.Random(0)
-    texts = [make_text(lengths.choice([1, 5, 20, 50, 90]), seed) for seed in range(DOCUMENTS)]
+    texts = [make_text(lengths.choice([1, 5, 10, 20, 40]), seed) for seed in range(DOCUMENTS)]
     tokenizer = byte_level_tokenizer(texts)
     tokenizer.save_pretrained(folder / "model")
     tiny_model("llama", len(tokenizer), seed=1).save_pretrained(folder / "model")
@@ -103,38 +95,34 @@ def kill(folder, output, shards, generator):
     return bool(alive)
 
 
-def main(kills):
-    generator, found = random.Random(0), {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        # Elsewhere: a process that has trained a tokenizer has threads, which those forked from it would wait for.
-        preparing = FORK.Process(target=prepare, args=(folder,))
-        preparing.start()
-        finish([preparing])
-        finish(start(folder, folder / "one"))
-        expected = rows(folder / "one")
-        found["documents"] = len(expected)
-        found["errors"] = sorted(str(row["error"]).split(" ", 1)[-1][:40] for row in expected.values() if row["error"])
-        finish(start(folder, folder / "failures", allowed_failures=0.01), status=1)
-        assert not (folder / "failures" / SUCCESS).exists(), "more failed than are allowed"
-        finish(start(folder, folder / "batches", batch_tokens=512))
-        found["batches"] = largest_difference(expected, rows(folder / "batches"))
-        finish(start(folder, folder / "shards", 2))
-        found["shards"] = largest_difference(expected, rows(folder / "shards"))
-        killed, partly = folder / "killed", []
-        for _ in range(kills):
-            partly.append(kill(folder, killed, 1, generator))
-            partly[-1] = partly[-1] and len(rows(killed))
-        kill(folder, folder / "killed shards", 2, generator)
-        finish(start(folder, folder / "killed shards", 2))
-        assert largest_difference(expected, rows(folder / "killed shards")) == 0.0
-        assert not (killed / SUCCESS).exists()
-        finish(start(folder, killed))
-        found["killed at"] = partly
-        found["killed"] = largest_difference(expected, rows(killed))
-        found["success"] = json.loads((killed / SUCCESS).read_text())
-    sys.stdout.write(json.dumps(found) + "\n")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def score_and_kill(folder, kills):
+    """Score a corpus in all ways, where SIGKILL ends some runs, and return what differs. Without threads: it forks."""
+    generator = random.Random(0)
+    found = {}
+    # Elsewhere: a process that has trained a tokenizer has threads, which those forked from it would wait for.
+    preparing = FORK.Process(target=prepare, args=(folder,))
+    preparing.start()
+    finish([preparing])
+    finish(start(folder, folder / "one"))
+    expected = rows(folder / "one")
+    found["documents"] = len(expected)
+    found["errors"] = sorted(str(row["error"]).split(" ", 1)[-1][:40] for row in expected.values() if row["error"])
+    finish(start(folder, folder / "failures", allowed_failures=0.01), status=1)
+    assert not (folder / "failures" / SUCCESS).exists(), "more failed than are allowed"
+    finish(start(folder, folder / "batches", batch_tokens=512))
+    found["batches"] = largest_difference(expected, rows(folder / "batches"))
+    finish(start(folder, folder / "shards", 2))
+    found["shards"] = largest_difference(expected, rows(folder / "shards"))
+    killed, partly = folder / "killed", []
+    for _ in range(kills):
+        partly.append(kill(folder, killed, 1, generator))
+        partly[-1] = partly[-1] and len(rows(killed))
+    kill(folder, folder / "killed shards", 2, generator)
+    finish(start(folder, folder / "killed shards", 2))
+    assert largest_difference(expected, rows(folder / "killed shards")) == 0.0
+    assert not (killed / SUCCESS).exists()
+    finish(start(folder, killed))
+    found["killed at"] = partly
+    found["killed"] = largest_difference(expected, rows(killed))
+    found["success"] = json.loads((killed / SUCCESS).read_text())
+    return found

@@ -1,8 +1,6 @@
-"""Training by TRL's SFTTrainer in one of several processes: ``torchrun .. trl_training.py FOLDER K D``."""
+"""Training by TRL's SFTTrainer in one of several processes."""
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -13,9 +11,8 @@ import longce
 from tests.support.recipes import load_recipe
 
 
-def main(root, context_length, stride):
+def train(root, context_length, stride):
     """Train as ``settings.json`` says, and write the weights and the log of each process."""
-    torch.set_num_threads(1)
     settings = json.loads((root / "settings.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float64)
     longce.apply_longce(model, context_length=context_length, stride=stride)
@@ -29,7 +26,3 @@ def main(root, context_length, stride):
     rank = trainer.args.process_index
     torch.save(model.state_dict(), root / f"weights-{rank}.pt")
     (root / f"log-{rank}.json").write_text(json.dumps(trainer.state.log_history))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

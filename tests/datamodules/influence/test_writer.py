@@ -3,9 +3,8 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from datamodules.influence import writer as influence_writer
 from datamodules.influence.store import DONE, HEADER, WEIGHTS, InfluenceStore
 from datamodules.influence.writer import InfluenceWriter, influence_folder, narrow
 from datamodules.packing.packing import PackedRows, pack_documents
+from tests.support.forks import call
 
-ROOT = Path(__file__).parents[3]
 LENGTH = 4
 MADE_FROM = {"sequence_length": LENGTH, "isolate_documents": True, "gamma": 5.0, "evaluator": "a"}
 
@@ -119,24 +118,20 @@ def test_weights_of_an_earlier_format_are_refused_with_a_remedy(tmp_path, rows):
         writer(tmp_path / "w", rows)
 
 
+def write_on_a_full_disk(folder):
+    other = writer(folder, pack_documents(np.array([0, 3, 9, 18]), LENGTH))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (11, 11))  # the second row has the bytes 8 to 15
+    with pytest.raises(OSError, match="File too large"):
+        other.write([1], weights(1))
+
+
 @pytest.mark.slow
 def test_a_disk_that_is_full_within_a_row_is_noticed(tmp_path, rows):
     """Of a file on a full disk, a raw write stores a part of the bytes and raises nothing."""
     first = writer(tmp_path / "w", rows)
     path = tmp_path / "w" / WEIGHTS
-    program = f"""
-import resource, signal
-from pathlib import Path
-import numpy as np
-from tests.datamodules.influence.test_writer import writer, weights
-from datamodules.packing.packing import pack_documents
-other = writer(Path({str(tmp_path / "w")!r}), pack_documents(np.array([0, 3, 9, 18]), 4))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (11, 11))  # the second row has the bytes 8 to 15
-other.write([1], weights(1))
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "File too large" in done.stderr
+    call(write_on_a_full_disk, tmp_path / "w")
     assert path.stat().st_size == 36
     assert first.remaining().tolist() == [0, 1, 2, 3]
 

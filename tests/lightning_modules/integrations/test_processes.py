@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import longce
 from lightning_modules.models.optimizations import enable_checkpointing
 from tests.conftest import make_text, tiny_model
-from tests.support.distributed import run_distributed
+from tests.support import hf_training
+from tests.support.distributed import run_distributed, run_like_torchrun
 from tests.support.longce_sums import D, K, change_error, count_scored, pad, relative_error, take_steps, text
-from tests.support.pages import ROOT
 
 SIZES = {"context_length": 16, "stride": 8, "alpha": 0.5, "beta": -6.0}
 EVALUATED = {str(seed): make_text(60 + 20 * seed, seed) for seed in range(3)}
@@ -163,7 +161,7 @@ def test_the_callback_measures_with_all_processes(layout, model_dir, both):
 
 
 @pytest.mark.slow
-def test_hugging_faces_trainer_under_torchrun(model_dir, evaluator_dir, tmp_path):
+def test_hugging_faces_trainer_in_two_processes(model_dir, evaluator_dir, tmp_path):
     texts = [text(length, seed=seed, vocabulary=390) for seed, length in enumerate((40, 25, 9, 60, 33, 14, 50, 12))]
     start = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval()
     start.save_pretrained(tmp_path / "model")
@@ -178,10 +176,7 @@ def test_hugging_faces_trainer_under_torchrun(model_dir, evaluator_dir, tmp_path
     }
     settings["rows"] = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in texts]
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.support.hf_training", str(tmp_path), str(K), str(D)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_like_torchrun(hf_training.train, tmp_path, K, D, log=tmp_path / "printed")
     expected = copy.deepcopy(start)
     losses = take_steps(expected, [texts, texts])
     for rank in range(2):

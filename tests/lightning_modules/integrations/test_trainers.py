@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,11 +10,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import longce
+from tests.support.distributed import run_like_torchrun
 from tests.support.longce_sums import D, K, change_error, take_steps, text
-from tests.support.pages import ROOT
 from tests.support.recipes import load_recipe
 
 trl = pytest.importorskip("trl")
+from tests.support import trl_training
 
 SETTINGS = {
     "use_cpu": True,
@@ -155,7 +154,7 @@ def test_sft_trainer(applied, settings, model, chat_tokenizer, tmp_path):
     assert change_error(model, expected, start) < 1e-6  # norms round to float32, also in float64
 
 
-def test_sft_trainer_under_torchrun(model, chat_tokenizer, tmp_path):
+def test_sft_trainer_in_two_processes(model, chat_tokenizer, tmp_path):
     """Two processes with half of each batch train as one does."""
     model.double()
     start = copy.deepcopy(model).eval()
@@ -164,10 +163,7 @@ def test_sft_trainer_under_torchrun(model, chat_tokenizer, tmp_path):
     arguments = {**SETTINGS, "per_device_train_batch_size": 1, "assistant_only_loss": True, "max_length": None}
     arguments |= {"bf16": False, "gradient_checkpointing": False}
     (tmp_path / "settings.json").write_text(json.dumps({"arguments": arguments, "rows": CHATS}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*torchrun, "-m", "tests.support.trl_training", str(tmp_path), str(K), str(D)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_like_torchrun(trl_training.train, tmp_path, K, D, log=tmp_path / "printed")
     expected = copy.deepcopy(start)
     losses = take_steps(expected, [texts_of(sft(model, chat_tokenizer, tmp_path / "one"))] * 2)
     for rank in range(2):

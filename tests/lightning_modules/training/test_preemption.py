@@ -1,7 +1,6 @@
+import contextlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from callbacks import StepCheckpoint
+from lightning_modules.training import preemption
 from lightning_modules.training.preemption import Preemption
+from tests.support import forks
 from tests.support.trainers import OneWeight, quiet_trainer
 
 ACCUMULATE = 3
@@ -50,21 +51,17 @@ def test_training_ends_with_the_step_saved_and_status_0(tmp_path, capfd):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-SECOND = """
-import time
-from pathlib import Path
-from lightning_modules.training import preemption
-from tests.lightning_modules.training.test_preemption import Line, fit
-preemption.SIGNAL_ECHO_SECONDS = 0.0
-fit(Path("."), Line(4, 5))
-"""
+def stop_twice():
+    preemption.SIGNAL_ECHO_SECONDS = 0.0
+    fit(Path(), Line(4, 5))
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", SECOND], cwd=tmp_path, env=environment, check=False)
-    assert ended.returncode == 128 + signal.SIGTERM
+    with contextlib.chdir(tmp_path):
+        process = forks.start(stop_twice, out=tmp_path / "printed")
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
     assert list(tmp_path.glob("*.ckpt")) == []
 
 

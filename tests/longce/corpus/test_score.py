@@ -7,9 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -35,9 +32,10 @@ from longce.corpus.config import CorpusConfig
 from longce.corpus.score import score_corpus
 from longce.corpus.writing import Writer
 from tests.conftest import make_text, tiny_model
+from tests.support.corpus_runs import score_and_kill
+from tests.support.forks import call
 from tests.support.fragile_tokenizer import BREAKING, fragile_tokenizer
 
-ROOT = Path(__file__).parents[3]
 LENGTHS = [1, 30, 4, 60, 12, 45]
 THRESHOLDS = {"alpha": 0.5, "beta": -6.0}
 
@@ -507,14 +505,6 @@ def test_what_cannot_be_scored_is_refused_before_the_model_is_loaded(
         run(**options)
 
 
-def outcome(kills):
-    command = [sys.executable, "-m", "tests.support.corpus_runs", str(kills)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return json.loads(result.stdout.splitlines()[-1])
-
-
 def check_outcome(found, kills):
     assert found["documents"] == 61
     assert len(found["errors"]) == 3
@@ -526,14 +516,14 @@ def check_outcome(found, kills):
 
 
 @pytest.mark.slow
-def test_the_same_rows_in_shards_and_after_kills():
+def test_the_same_rows_in_shards_and_after_kills(tmp_path):
     """One process and two shards, one document at a time and several; SIGKILL on the way."""
-    check_outcome(outcome(2), 2)
+    check_outcome(call(score_and_kill, tmp_path, 2), 2)
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_same_rows_after_many_kills(record_property):
-    found = outcome(5)
+def test_the_same_rows_after_many_kills(record_property, tmp_path):
+    found = call(score_and_kill, tmp_path, 5)
     record_property("documents at the kills", found["killed at"])
     check_outcome(found, 5)
