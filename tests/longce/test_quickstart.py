@@ -1,15 +1,12 @@
-import os
+"""The quickstart, which `tests/test_packaging.py` also runs as a command of its own."""
+
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from longce.cli.main import main
 from longce.quickstart import _logged
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* val documents have no key token")
 
@@ -25,29 +22,6 @@ def rows(output):
     """The table at the end: step, LongPPL and perplexity."""
     table = re.findall(r"^ +(\d+) +([\d.]+|nan) +([\d.]+)$", output, flags=re.MULTILINE)
     return [(int(step), float(longppl), float(perplexity)) for step, longppl, perplexity in table]
-
-
-@pytest.mark.slow
-def test_each_run_is_a_line_and_the_log_has_the_commands(tmp_path):
-    options = ["--trainer.max_steps", "2", "--data.train_documents", "64", "--data.validation_documents", "8"]
-    # Nobody evaluates by a model of two steps: what it finds does not matter here, that it is asked does.
-    options += ["--trainer.log_every_n_steps", "1", "--trainer.val_check_interval", "1"]
-    command = [sys.executable, "-m", "longce.cli.main", "quickstart", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    output, lines = process.stdout, process.stdout.splitlines()
-    assert not process.stderr
-    assert [line[:5] for line in lines[:4]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
-    assert all(re.search(r" \.\. .*\d+ s$", line) for line in lines[:4])
-    assert [step for step, *_ in rows(output)] == [0, 1, 2]
-    assert len(lines) == 4 + 5 + 6
-    report, page, log = (tmp_path / lines[n].split()[-1] for n in (-4, -3, -1))
-    assert "perplexity" in report.read_text()
-    assert "recall-7-1" in page.read_text()
-    assert len(re.findall(r"^\$ longce ", log.read_text(), re.MULTILINE)) == 4
-    assert f"tensorboard --logdir {log.parent.relative_to(tmp_path)}" in lines[-2]
-    for name in ("base", "evaluator", "longce"):
-        assert (tmp_path / "runs/quickstart/models" / name / "model.safetensors").is_file()
 
 
 def test_a_failure_names_the_log_and_shows_its_end(tmp_path, monkeypatch, capfd):

@@ -1,7 +1,6 @@
 """`torchrun .. longce fit`: two processes that train one model, stop on a signal, and are restarted after a crash."""
 
 import contextlib
-import copy
 import os
 import signal
 import subprocess
@@ -15,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datamodules.packing.loader import FORK_IS_SAFE
 from tests.support.fault_runs import BASE, ROOT, new_run, prepare
+from tests.support.forks import call
 
 FIT = ["fit", "-c", BASE, "-c", "config.yaml"]
-RESUME = [*FIT, "--ckpt_path", "last"]
 
 
 def start(folder, *words, restarts=0):
@@ -81,33 +80,30 @@ def test_processes_that_are_interrupted_or_killed_resume_with_equal_losses(tmp_p
     config["trainer"]["max_steps"] = 24
     # A signal during an evaluation would find its step saved already, and print another answer.
     config["trainer"]["limit_val_batches"] = 0
-    disturbed_config = copy.deepcopy(config)
-    (recorder,) = (each for each in disturbed_config["trainer"]["callbacks"] if "Recorder" in each["class_path"])
-    recorder["init_args"]["pause"] = 0.1
-    disturbed = new_run(tmp_path / "disturbed", disturbed_config, ranks=2, workers=1)
-
-    # 1. Two undisturbed processes train one model, and log once, to one folder.
-    del config["trainer"]["logger"]  # for that of `base.yaml`, which chooses the name of the folder
     undisturbed = new_run(tmp_path / "undisturbed", config, ranks=2, workers=1)
-    assert finish(start(undisturbed.folder, *FIT)) == 0, undisturbed.log()
-    assert undisturbed.log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
-    (saved_config,) = undisturbed.folder.glob("runs/longce/*/config.yaml")
-    events = EventAccumulator(str(saved_config.parent)).Reload()
-    logged_steps = [event.step for event in events.Scalars("train/loss")]
-    assert logged_steps
-    assert logged_steps == sorted(set(logged_steps))
+    del config["trainer"]["logger"]  # for that of `base.yaml`, which chooses the name of the folder
+    (recorder,) = (each for each in config["trainer"]["callbacks"] if "Recorder" in each["class_path"])
+    recorder["init_args"]["pause"] = 0.1
+    disturbed = new_run(tmp_path / "disturbed", config, ranks=2, workers=1)
 
-    # 2. Ctrl-C ends all processes and names the step.
-    launcher = start(disturbed.folder, *RESUME)
-    wait_for(lambda: len(disturbed.records()) >= 2, launcher)
+    # 1. Two processes train one model, and log once, to one folder. Ctrl-C ends both and names the step.
+    launcher = start(disturbed.folder, *FIT)
+    wait_for(lambda: len(disturbed.records()) >= 4, launcher)
     started = ranks(launcher)
     launcher.send_signal(signal.SIGINT)
     assert finish(launcher) == 1
     assert not psutil.wait_procs(started, timeout=10)[1]
     assert "Stopped at step" in disturbed.log()
+    assert disturbed.log().count("[rank: 0] Seed set to") == 1, "Lightning's messages appear once"
+    (saved_config,) = disturbed.folder.glob("runs/longce/*/config.yaml")
+    events = EventAccumulator(str(saved_config.parent)).Reload()
+    logged_steps = [event.step for event in events.Scalars("train/loss")]
+    assert logged_steps
+    assert logged_steps == sorted(set(logged_steps))
 
-    # 3. A killed rank is restarted, and a signal saves.
-    launcher = start(disturbed.folder, *RESUME, restarts=1)
+    # 2. A killed rank is restarted, and a signal saves.
+    resume = [*FIT, "--trainer.logger.init_args.version", saved_config.parent.name, "--ckpt_path", "last"]
+    launcher = start(disturbed.folder, *resume, restarts=1)
     before = len(disturbed.records())
     wait_for(lambda: len(disturbed.records()) >= before + 4, launcher)
     victim = ranks(launcher)[1]
@@ -120,6 +116,7 @@ def test_processes_that_are_interrupted_or_killed_resume_with_equal_losses(tmp_p
     assert "stopping after this optimizer step" in disturbed.log()
     assert "Saved step" in disturbed.log()
 
-    # 4. The last start trains to the end.
-    assert finish(start(disturbed.folder, *RESUME)) == 0, disturbed.log()
+    # 3. The last start trains to the end, like a run that nothing disturbs.
+    assert call(undisturbed.train) == [0, 0], undisturbed.log()
+    assert call(disturbed.train, *resume[len(FIT) : -2]) == [0, 0], disturbed.log()
     assert not disturbed.differences(undisturbed)

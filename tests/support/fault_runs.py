@@ -120,6 +120,11 @@ class Run:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in self.processes]
         return statuses, time.monotonic() - begin
 
+    def train(self, *options: str) -> list[int]:
+        """Train to the end, and return the exit statuses."""
+        self.start(*options)
+        return self.wait()[0]
+
     def alive(self, rank: int = 0) -> bool:
         return os.waitid(os.P_PID, self.processes[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 

@@ -2,7 +2,7 @@
 
 `python -m tests.support.faults 20` prints what came of it.
 
-Behind the number of trials: `quick` for the first six faults, or `from N` for those from the N-th on.
+After the number of trials: `from N` for the faults from the N-th on.
 
 The processes are forked from one that has imported everything. What they train on is random but the same in each run;
 with dropout, validation by an external evaluator and a checkpoint after each step.
@@ -326,7 +326,7 @@ def loss_not_finite(rank: int) -> None:
 
 
 def kinds(faults: Faults, trials: int) -> list[Callable[[], Outcome]]:
-    """Everything that can happen here; the first six are what a quick test does."""
+    """Everything that can happen here; `tests/reliability/test_faults.py` tries those up to the sixth."""
     nowhere = ("--trainer.callbacks.dirpath", "/proc/longce")
     logs = ("--trainer.logger.init_args.save_dir", "/proc/longce", "--trainer.callbacks.dirpath", "checkpoints")
     export = ("--trainer.callbacks+", "callbacks.HuggingFaceExport", "--trainer.callbacks.output_dir", "/proc/longce")
@@ -392,8 +392,6 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, contextlib.suppress(KeyboardInterrupt):
-        first, last = {"quick": (0, 6)}.get(sys.argv[-1], (0, None))
-        if sys.argv[2:3] == ["from"]:
-            first = int(sys.argv[3])
-        outcomes = table(Path(name), int(sys.argv[1]), slice(first, last))
+        first = int(sys.argv[3]) if sys.argv[2:3] == ["from"] else 0
+        outcomes = table(Path(name), int(sys.argv[1]), slice(first, None))
         sys.exit(any(outcome.wrong for outcome in outcomes))
