@@ -1,30 +1,33 @@
 """Runs notebooks without Jupyter."""
 
+import ast
+import contextlib
+import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
+
+import matplotlib
+
+from tests.support import forks
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 
 
-# What Jupyter does with the cells: the last expression of each is shown, as HTML if it can be.
-RUNNER = """
-import ast, json, sys
-from pathlib import Path
-
-names = {}
-for number, cell in enumerate(json.loads(Path(sys.argv[1]).read_text())["cells"]):
-    if cell["cell_type"] == "code":
-        body = ast.parse("".join(cell["source"])).body
-        shown = body.pop() if isinstance(body[-1], ast.Expr) else None
-        exec(compile(ast.Module(body, []), f"cell {number}", "exec"), names)
-        if shown is not None:
-            value = eval(compile(ast.Expression(shown.value), f"cell {number}", "eval"), names)
-            if hasattr(value, "_repr_html_"):
-                Path("shown.html").write_text(value._repr_html_())
-"""
+def run_cells(path):
+    """Do what Jupyter does with the cells: the last expression of each is shown, as HTML if it can be."""
+    matplotlib.use("Agg")
+    names = {}
+    for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+        if cell["cell_type"] == "code":
+            body = ast.parse("".join(cell["source"])).body
+            shown = body.pop() if isinstance(body[-1], ast.Expr) else None
+            exec(compile(ast.Module(body, []), f"cell {number}", "exec"), names)
+            if shown is not None:
+                value = eval(compile(ast.Expression(shown.value), f"cell {number}", "eval"), names)
+                if hasattr(value, "_repr_html_"):
+                    Path("shown.html").write_text(value._repr_html_())
 
 
 def run(name, folder, **variables):
@@ -32,11 +35,12 @@ def run(name, folder, **variables):
     (folder / "constitution.txt").write_text(
         (FOLDER / "constitution.txt").read_text(encoding="utf-8"), encoding="utf-8"
     )
-    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", RUNNER, str(FOLDER / f"{name}.ipynb")]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+    out, err = folder / "out.txt", folder / "err.txt"
+    with mock.patch.dict(os.environ, variables), contextlib.chdir(folder):
+        process = forks.start(run_cells, FOLDER / f"{name}.ipynb", out=out, err=err)
+    process.join()
+    assert process.exitcode == 0, err.read_text()[-2000:]
+    return out.read_text()
 
 
 def key_tokens_of_models(output):
