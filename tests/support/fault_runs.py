@@ -186,7 +186,7 @@ def prepare(folder: Path) -> None:
         folder / "model",
         book_data(folder / "model", folder / "books"),
         lr=0.003,
-        max_steps=24,
+        max_steps=12,
         accumulate_grad_batches=2,
         check_val_every_n_epoch=None,
         val_check_interval=10,
