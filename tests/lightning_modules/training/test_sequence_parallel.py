@@ -52,7 +52,7 @@ VARIANTS["sliding window"] = {**VARIANTS["longce"], "short_method": "sliding_win
 VARIANTS["layers with windows"] = {"gradient_checkpointing": True}  # of another model
 SKIPPING = ("longce", "sliding window")
 """Variants whose positions skip."""
-RUNS = [("ddp", "longce"), ("fsdp", "lora"), ("ddp", "layers with windows")]
+RUNS = [("ddp", "longce"), ("fsdp", "lora"), ("ddp", "layers with windows"), ("ddp", "cross entropy")]
 STRATEGIES = {"ddp": UlyssesStrategy, "fsdp": FullyShardedUlyssesStrategy}
 
 
@@ -225,14 +225,12 @@ def test_what_cannot_be_shared_is_refused_by_all_processes(two):
 @pytest.mark.slow
 def test_two_groups_of_two_processes(setup, one, tmp_path):
     pytest.importorskip("deepspeed")
-    same = [("ddp", "longce"), ("fsdp", "longce"), ("ddp", "sliding window"), ("ddp", "cross entropy")]
-    runs = [*same, ("fsdp", "lora")]
+    runs = [("ddp", "longce"), ("fsdp", "longce"), ("ddp", "sliding window")]
     run_distributed(_train, setup, tmp_path, runs, 1, world_size=4)
     for rank in range(4):
         results = torch.load(tmp_path / f"rank {rank}.pt")
-        for strategy, variant in same:  # the groups draw other windows than a single process does
+        for strategy, variant in runs:  # the groups draw other windows than a single process does
             assert_same(results[strategy, variant], one(variant)[0])
-        assert results["fsdp", "lora"]["losses"].isfinite().all()
 
 
 def _group(rank, size):
