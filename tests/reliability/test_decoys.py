@@ -63,7 +63,9 @@ class Collate:
 class Spawning(TextDataModule):
     def train_dataloader(self):
         loader = super().train_dataloader()
-        loader.collate_fn, loader.multiprocessing_context = Collate(loader.collate_fn), "spawn"
+        loader.collate_fn = Collate(loader.collate_fn)
+        if self.trainer.is_global_zero:  # a spawned worker imports everything again, which one of them shows
+            loader.multiprocessing_context = "spawn"
         return loader
 """
 HELPERS = """
