@@ -21,7 +21,7 @@ import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from datamodules.influence.store import InfluenceStore
+from datamodules.influence.store import FORMAT, InfluenceStore
 from datamodules.sources.documents import with_text
 from datamodules.text import TextDataModule
 from datamodules.token_store.store import TokenStore
@@ -331,7 +331,7 @@ def test_stored_influence(tmp_path, marker):
     store, pickled = tmp_path / "store", pickle.dumps(Evil(marker))
     store.mkdir()
     (store / "done.bin").write_bytes(b"\1")
-    good = {"format": 3, "tokens": 4, "rows": 1, "made_from": {"gamma": 5.0}}
+    good = {"format": FORMAT, "tokens": 4, "rows": 1, "made_from": {"gamma": 5.0}}
     for header in (
         pickled,
         b"[" * 100_000,
