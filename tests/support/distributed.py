@@ -3,6 +3,7 @@
 import os
 import socket
 from datetime import timedelta
+from multiprocessing import connection
 from unittest import mock
 
 import torch.distributed as dist
@@ -36,8 +37,14 @@ def run_like_torchrun(function, *arguments, log, world_size=2):
     for rank in range(world_size):
         with mock.patch.dict(os.environ, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
             processes.append(start(function, *arguments, out=log))
-    for process in processes:
-        process.join()
+    waiting = {process.sentinel: process for process in processes}
+    while waiting:
+        for sentinel in connection.wait(list(waiting)):
+            ended = waiting.pop(sentinel)
+            ended.join()
+            if ended.exitcode:
+                for other in waiting.values():  # like torchrun, because they would wait for it
+                    other.kill()
     assert [process.exitcode for process in processes] == [0] * world_size, log.read_text()[-3000:]
 
 

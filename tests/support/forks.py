@@ -25,13 +25,19 @@ def call(function, *arguments):
     """Return what a function returns in a process of its own."""
     pool = ProcessPoolExecutor(1, mp_context=forks(), initializer=enter, initargs=(dict(os.environ),))
     with pool:
-        return pool.submit(function, *arguments).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BaseException:  # such as a timeout, after which the pool would wait for the process
+            for process in list(pool._processes.values()):
+                process.kill()
+            raise
 
 
 def start(function, *arguments, out, err=None):
     """Start a function in a process of its own, which appends what it prints to one or two files."""
     process = forks().Process(target=_run, args=(dict(os.environ), out, err or out, function, arguments))
     process.start()
+    atexit.register(process.kill)  # or multiprocessing would wait for one that a failed test has left
     return process
 
 
