@@ -88,13 +88,17 @@ def _name_models(entries: Sequence[Measured]) -> list[str]:
 
     Models of one name but different content or numerics are told apart by what differs.
     """
-    full: list[str] = []
-    known_as: dict[tuple[str, str], str] = {}  # by last component and content: a folder may be given by several paths
-    for entry in entries:
-        name = _trim_name(entry.model)
+    given = [_trim_name(entry.model) for entry in entries]
+    # A model may be given by several paths, or by its hub id: the first name of its content replaces the others, also
+    # where a file knows a name only.
+    first_names: dict[tuple[str, str], str] = {}  # by last component and content
+    replaced: dict[str, str] = {}
+    for name, entry in zip(given, entries, strict=True):
         if entry.provenance is not None and entry.provenance.identity:
-            name = known_as.setdefault((name.rpartition("/")[2], entry.provenance.identity), name)
-        full.append(name)
+            content = (name.rpartition("/")[2], entry.provenance.identity)
+            first = first_names.setdefault(content, replaced.get(name, name))
+            replaced.setdefault(name, first)
+    full = [replaced.get(name, name) for name in given]
     shared = Counter(name.rpartition("/")[2] for name in set(full) if "/" in name)
     names = []
     versions: dict[str, set[Any]] = defaultdict(set)

@@ -136,6 +136,18 @@ def test_a_model_may_be_given_by_several_paths():
     assert names(in_training, in_training) == {"models/M", "./models/M"}
 
 
+@pytest.mark.parametrize("table", ["models/M", "org/M", "M"])
+def test_a_table_may_have_any_name_of_a_model(table):
+    content = provenance()
+    of_folder = measured("models/M", {"longppl": 1.0})._replace(provenance=content)
+    of_hub = measured("org/M", {"perplexity": 1.0})._replace(provenance=content)
+    entries = [of_folder, of_hub, measured(table, {"score": 1.0})]
+    assert list(join(entries).values) == ["M"]
+    changed = of_hub._replace(provenance=provenance(identity="sha256:" + 64 * "b"))
+    with pytest.raises(ValueError, match="2 versions"):
+        join([*entries, changed])
+
+
 def change_models(file, **changed):
     """Write the records of a file again, as of a model that differs in this."""
     write_records(file, [record._replace(model=record.model._replace(**changed)) for record in read_records(file)])
