@@ -1,5 +1,6 @@
 """Train on a mixture of corpora, each with its fraction of the sequences."""
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -80,7 +81,12 @@ class MixtureDataModule(PackedTextDataModule):
         unknown = set(evaluate_on or ()) - set(sources)
         if unknown:
             raise ValueError(f"`evaluate_on` names {sorted(unknown)}, but the sources are {sorted(sources)}.")
-        settings = {name: value for name, value in kwargs.items() if name not in _NOT_PASSED_ON}
+        settings = {}
+        defaults = inspect.signature(PackedTextDataModule).parameters
+        for name, value in kwargs.items():
+            is_unset = value is None and defaults[name].default is None  # a source may have a default of its own
+            if name not in _NOT_PASSED_ON and not is_unset:
+                settings[name] = value
         self.weights: dict[str, float] = {}
         self.modules: dict[str, PackedTextDataModule] = {}
         for name, source in sources.items():

@@ -1,9 +1,10 @@
 import json
+from typing import Any
 
 import pytest
 import torch
 
-from datamodules import MixtureDataModule
+from datamodules import MixtureDataModule, TextDataModule
 from datamodules.packing.positions import PoSE
 from tests.support.trainers import seen_trainer
 
@@ -133,6 +134,22 @@ def test_a_source_has_the_settings_of_the_mixture_and_some_of_its_own(corpora, w
     assert all(each.sequence_length == 4 and not each.isolate_documents for each in module.modules.values())
     assert all(each.add_special_tokens and each.cache_dir == corpora / "cache" for each in module.modules.values())
     assert [each.long_documents is None for each in module.modules.values()] == [True, False]
+
+
+class FewDocuments(TextDataModule):
+    def __init__(self, tokenizer: str, *, train_documents: int = 5, **kwargs: Any) -> None:
+        super().__init__(tokenizer, train_documents=train_documents, **kwargs)
+
+
+def test_a_class_of_the_user_keeps_its_defaults_of_what_the_mixture_does_not_set(corpora, word_tokenizer):
+    def documents(**options):
+        own = changed(corpora, class_path=f"{__name__}.FewDocuments")
+        module = mixture(corpora, word_tokenizer, own, **options).modules["a"]
+        return module.train_documents, module.validation_documents
+
+    # The command line passes all options, also those that nobody has set.
+    assert documents(train_documents=None, validation_documents=None) == (5, None)
+    assert documents(train_documents=3) == (3, 50)
 
 
 def changed(folder, **values):
