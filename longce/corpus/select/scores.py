@@ -96,7 +96,8 @@ def read_source(database: duckdb.DuckDBPyConnection, files: Sequence[str], *, ne
         paths = source.get("files", [])
         if need_texts and source and not columns.items() <= source.items():
             raise ValueError(f"'{file}' names texts by {columns}, unlike other scores: select from them one by one.")
-        source = {**columns, "files": list(dict.fromkeys([*paths, *header["source"]["files"]]))}
+        new = [path for path in header["source"]["files"] if path not in paths]
+        source = {**columns, "files": [*paths, *new]}
     if need_texts and source and len(headers) < len(files):
         other = next(file for file in files if file not in headers)
         raise ValueError(f"'{other}' was written by another program: select from it alone, or write a .txt file.")

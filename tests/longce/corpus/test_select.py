@@ -175,6 +175,13 @@ def test_scores_that_do_not_belong_together_are_refused(scored):
     shutil.copytree(scores, other)
     with pytest.raises(ValueError, match="has 2 scores"):
         select([str(scores), str(other)])
+    for path in [*scores.iterdir(), *other.iterdir()]:  # of a command that names a folder twice
+        table = pyarrow.parquet.read_table(path)
+        header = json.loads(table.schema.metadata[b"longce"])
+        header["source"]["files"] *= 2
+        pyarrow.parquet.write_table(table.replace_schema_metadata({b"longce": json.dumps(header)}), path)
+    with pytest.raises(ValueError, match="has 2 scores"):
+        select([str(scores), str(other)])
     for path in other.iterdir():
         table = pyarrow.parquet.read_table(path)
         header = json.loads(table.schema.metadata[b"longce"]) | {"settings": {"model": "another"}}
