@@ -1,4 +1,4 @@
-"""Processes forked from a server that has imported everything, which takes a new process ten CPU seconds.
+"""Processes forked from a server that has imported everything, which takes a new process seven CPU seconds.
 
 The server has no threads but one of jemalloc, which knows of forks, so that the forked processes may fork as well.
 """
