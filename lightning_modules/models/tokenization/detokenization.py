@@ -45,6 +45,9 @@ class TokenCharacters:
                 " the same tokenizer."
             )
         self._adds_space = found.startswith(" ")  # unlike the sample
+        ids = tokenizer.backend_tokenizer.encode(f"  {_SAMPLE}", add_special_tokens=False).ids
+        found, _ = self(torch.tensor(ids, dtype=torch.int64))
+        self._adds_to_spaces = found.startswith("   ")  # also to a text that begins with a space
 
     def __call__(self, ids: Tensor) -> tuple[str, Tensor]:
         """Return the text of ``[N]`` token ids, and the ``[N, 2]`` int64 character span of each token in it.
@@ -75,7 +78,9 @@ class TokenCharacters:
         They are those that the tokenizer gives for its text, so that an evaluator reads the same text and tokens.
         """
         text, offsets = self(ids)
-        if not self._adds_space or text[:1] != " " or len(text) == 1:
+        # With a single space that may be the text's own, the text is more likely to begin with a word.
+        is_added = self._adds_space and (self._adds_to_spaces or not text.startswith("  "))
+        if not is_added or text[:1] != " " or len(text) == 1:
             return text, offsets
         start, stop = offsets.unbind(-1)
         # A token of the space alone has the first character, as from the tokenizer.

@@ -58,7 +58,7 @@ def test_every_stretch_of_tokens_matches_a_walk_over_the_characters(kind, tokeni
                 assert tuple(span) == spans.get(token, (span[0], span[0]))
 
 
-@pytest.mark.parametrize("text", [TEXT, "日本 an", " an", "\nan", "an", " "])
+@pytest.mark.parametrize("text", [TEXT, "日本 an", " an", "  an", "\nan", "an", " "])
 def test_a_document_has_the_characters_that_its_text_has(text, tokenizer, corpus):
     for each in (tokenizer, sentencepiece_like(corpus)):
         encoding = each.backend_tokenizer.encode(text, add_special_tokens=False)
@@ -69,16 +69,18 @@ def test_a_document_has_the_characters_that_its_text_has(text, tokenizer, corpus
         assert [tuple(span) for span in offsets.tolist()] == [(0, 0), *encoding.offsets]
 
 
-def test_a_space_that_the_decoder_keeps_is_no_part_of_a_document_either(tokenizer):
-    """As of RoBERTa with `add_prefix_space`."""
+@pytest.mark.parametrize("spaces", ["", "  "])
+def test_a_space_that_the_decoder_keeps_is_no_part_of_a_document_either(tokenizer, spaces):
+    """As of RoBERTa with `add_prefix_space`, which puts none before a text that begins with one."""
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     backend.post_processor = None
-    encoding = backend.encode(TEXT)
-    assert backend.decode(encoding.ids) == f" {TEXT}"
+    text = f"{spaces}{TEXT}"
+    encoding = backend.encode(text)
+    assert backend.decode(encoding.ids) == (spaces or " ") + TEXT
     characters = TokenCharacters(PreTrainedTokenizerFast(tokenizer_object=backend))
     found, offsets = characters.decode_document(torch.tensor(encoding.ids))
-    assert found == TEXT
+    assert found == text
     assert [tuple(span) for span in offsets.tolist()] == encoding.offsets
 
 
