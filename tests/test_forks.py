@@ -1,13 +1,15 @@
 """Forked processes end with their test, or one that hangs would hang the whole run."""
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from tests.support.distributed import run_like_torchrun
+from tests.support.distributed import run_distributed, run_like_torchrun
 from tests.support.forks import call
 
 
@@ -15,6 +17,10 @@ def hang(folder):
     (folder / "begun").touch()
     time.sleep(30)
     (folder / "ended").touch()
+
+
+def hang_as_rank(rank, world_size, folder):
+    hang(folder)
 
 
 def fail_or_hang(folder):
@@ -31,10 +37,13 @@ def interrupt(folder):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_with_its_test(tmp_path):
+@pytest.mark.parametrize("run", [partial(call, hang), partial(run_distributed, hang_as_rank)])
+def test_processes_that_hang_end_with_their_test(run, tmp_path):
     threading.Thread(target=interrupt, args=(tmp_path,)).start()
     with pytest.raises(KeyboardInterrupt):
-        call(hang, tmp_path)
+        run(tmp_path)
+    for process in multiprocessing.active_children():
+        process.join()
     assert not (tmp_path / "ended").exists()
 
 

@@ -26,7 +26,13 @@ def run_distributed(function, *arguments, world_size=2):
     """``function(rank, world_size, *arguments)`` in each of ``world_size`` processes; its failure fails the test."""
     forks()  # starts the server
     passed = (dict(os.environ), function, world_size, find_port(), arguments)
-    mp.start_processes(_entry, args=passed, nprocs=world_size, start_method="forkserver")
+    context = mp.start_processes(_entry, args=passed, nprocs=world_size, join=False, start_method="forkserver")
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:  # alive after a timeout only
+            process.kill()
 
 
 def run_like_torchrun(function, *arguments, log, world_size=2):
