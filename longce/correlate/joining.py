@@ -35,6 +35,7 @@ def join(entries: Sequence[Measured]) -> Models:
     evaluators is two metrics, and the names contain what differs.
     """
     models = _name_models(entries)
+    entries = _name_evaluators(entries)
     differing = _find_differing_settings(entries)
     joined = Models({}, set(), {}, {})
     places: dict[tuple[str, str], str] = {}
@@ -120,6 +121,24 @@ def _name_models(entries: Sequence[Measured]) -> list[str]:
         differing = _find_differing(each._asdict() for each in found)
         names[number] = _add_details(names[number], entry.provenance._asdict(), differing)
     return names
+
+
+def _name_evaluators(entries: Sequence[Measured]) -> list[Measured]:
+    """Give each evaluator the first of its names: a folder may be given by several paths, or by its hub id."""
+    first_names: dict[tuple[str, str], str] = {}  # by last component and content
+    found = []
+    for entry in entries:
+        values = {}
+        for name, value in entry.values.items():
+            settings = dict(value.settings)
+            identity = settings.get("evaluator.identity")
+            if identity:
+                evaluator = settings["evaluator"]
+                settings["evaluator"] = first_names.setdefault((Path(evaluator).name, identity), evaluator)
+                value = value._replace(settings=settings)
+            values[name] = value
+        found.append(entry._replace(values=values))
+    return found
 
 
 def _trim_name(name: str) -> str:

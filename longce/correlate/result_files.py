@@ -164,8 +164,7 @@ def _summarize_records(file: Path, records: Sequence[Record]) -> Measured:
         of_text[name] = measured[name]
     of_text |= model.numerics._asdict()
     key_tokens = describe_key_tokens(measured, first.evaluator.provenance)
-    # A folder may be given by several paths; the settings also have the evaluator's content.
-    settings = of_text | measured | {"evaluator": Path(first.evaluator.name).name}
+    settings = of_text | measured
     without_thresholds = dict(settings)
     for name in ("alpha", "beta", "key_token_rule"):
         del without_thresholds[name]
