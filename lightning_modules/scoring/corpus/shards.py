@@ -17,7 +17,7 @@ import pyarrow.parquet
 
 from lightning_modules.utilities.files import BUILDING, write_atomically
 
-FORMAT = "longce-document-scores-1"
+FORMAT = "longce-document-scores-2"
 SUCCESS = "_SUCCESS.json"
 """File with total counts, written when all documents are scored."""
 
